@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-from asyncrl.cli.before_start import prepare
-from asyncrl.cli.options import checked_config, print_warnings
+from asyncrl.cli.preflight import checked_config, prepare
 from asyncrl.cli.start import join_admitted, run_both, shown_run
+from asyncrl.cli.terminal import print_warnings
 from asyncrl.config.load import Layer
 from asyncrl.config.schema import Config
 from asyncrl.deployment.known_runs import newest_weights

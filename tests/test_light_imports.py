@@ -67,7 +67,7 @@ CASES: dict[str, tuple[str, Sequence[str]]] = {
         for name, mistake in REFUSED.items()
     },
     "views of records": (
-        imports("asyncrl.cli.top", "asyncrl.deployment.known_runs", "asyncrl.views.watch", "asyncrl.views.status"),
+        imports("asyncrl.cli.top", "asyncrl.deployment.known_runs", "asyncrl.views.watch", "asyncrl.views.status_text"),
         ("torch", "ray", "vllm", "transformers", "numpy"),
     ),
     "config": (imports(*modules_of(asyncrl.config)), HEAVY),

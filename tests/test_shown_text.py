@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from asyncrl import shown_text
 from asyncrl.cli.main import app
-from asyncrl.cli.options import checked_config
+from asyncrl.cli.preflight import checked_config
 from asyncrl.cli.start import reported_run, shown_run
 from asyncrl.cli.terminal import say
 from asyncrl.config.schema import Config, EnvironmentSection

@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from asyncrl.buffer.records import Refusal
-from asyncrl.config.checks import worst_case_group_bytes
+from asyncrl.config.row_bytes import worst_case_group_bytes
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from asyncrl.algorithms.presets import baseline_of
-from asyncrl.cli.before_start import look
-from asyncrl.cli.options import AllowPublic, ConfigFiles, Overrides, checked_config, print_warnings, timeouts_of_model
-from asyncrl.cli.terminal import command_app, say
+from asyncrl.cli.options import AllowPublic, ConfigFiles, Overrides
+from asyncrl.cli.preflight import checked_config, look, timeouts_of_model
+from asyncrl.cli.terminal import command_app, print_warnings, say
 from asyncrl.config.load import dump_config, load_config
 from asyncrl.config.parts import part_configs
 from asyncrl.config.schema import Config

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from asyncrl.cli.options import ConfigFiles, Overrides, checked_config, print_warnings
-from asyncrl.cli.terminal import command_app, say
+from asyncrl.cli.options import ConfigFiles, Overrides
+from asyncrl.cli.preflight import checked_config
+from asyncrl.cli.terminal import command_app, print_warnings, say
 from asyncrl.config.parts import key_of, part_configs, section_of
 from asyncrl.config.schema import Config, EnvironmentSection
 from asyncrl.data.left_out import REASONS, LeftOut, counts

@@ -29,11 +29,11 @@ from asyncrl.cli.gpu_checks import (
     run_probe,
     warn,
 )
-from asyncrl.cli.options import ConfigFiles, Overrides, print_warnings, run_checks
-from asyncrl.cli.presence import check_planned_family
-from asyncrl.cli.terminal import say
-from asyncrl.config.checks import check_config
+from asyncrl.cli.options import ConfigFiles, Overrides
+from asyncrl.cli.preflight import check_planned_family, run_checks
+from asyncrl.cli.terminal import print_warnings, say
 from asyncrl.config.load import load_config
+from asyncrl.config.rules import check_config
 from asyncrl.deployment.known_runs import RUNS, dead_runs, live_runs, remains_of, stray_processes
 from asyncrl.deployment.run_dir import installed_version
 from asyncrl.deployment.temporary_folders import FolderProblem, ray_folder, temporary_folder_problems

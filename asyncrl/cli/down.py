@@ -1,7 +1,7 @@
 """`asyncrl down`: ends a run, or the remaining processes of a run that was killed."""
 
-from asyncrl.cli.options import RunningAddress, RunningRun, named_address, print_warnings
-from asyncrl.cli.terminal import say
+from asyncrl.cli.options import RunningAddress, RunningRun, named_address
+from asyncrl.cli.terminal import print_warnings, say
 from asyncrl.errors import ClusterElsewhere, RunError
 
 

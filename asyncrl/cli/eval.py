@@ -12,12 +12,11 @@ import typer
 
 from asyncrl.atomic_write import write_atomically
 from asyncrl.checkpoints.directory import HF
-from asyncrl.cli.before_start import try_hub
-from asyncrl.cli.options import ConfigFiles, Overrides, print_warnings, run_checks, timeouts_of_model
-from asyncrl.cli.presence import check_model, model_directory
-from asyncrl.cli.terminal import command_app, say, sigterm_exits
-from asyncrl.config.checks import check_config
+from asyncrl.cli.options import ConfigFiles, Overrides
+from asyncrl.cli.preflight import check_model, model_directory, run_checks, timeouts_of_model, try_hub
+from asyncrl.cli.terminal import command_app, print_warnings, say, sigterm_exits
 from asyncrl.config.load import load_config
+from asyncrl.config.rules import check_config
 from asyncrl.config.schema import Config
 from asyncrl.config.timeouts import with_timeouts
 from asyncrl.environments.secrets import hide_secrets

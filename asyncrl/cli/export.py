@@ -10,7 +10,7 @@ import typer
 
 from asyncrl.checkpoints.directory import HF
 from asyncrl.cli.options import RecordedRun, at_option
-from asyncrl.cli.presence import model_directory, model_files
+from asyncrl.cli.preflight import model_directory, model_files
 from asyncrl.cli.terminal import say
 from asyncrl.config.schema import Config
 from asyncrl.deployment.known_runs import best_checkpoint, existing_run

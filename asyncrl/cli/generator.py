@@ -6,8 +6,8 @@ All output goes to the log on stderr, so that progress and errors have one forma
 import logging
 from functools import partial
 
-from asyncrl.cli.before_start import prepared
 from asyncrl.cli.options import Address, AllowPublic, ConfigFiles, Overrides, ray_address
+from asyncrl.cli.preflight import prepared
 from asyncrl.cli.start import run_generators
 from asyncrl.common.roles import Role
 from asyncrl.deployment.launch import log_to, run_until_done

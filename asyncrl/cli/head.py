@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.cli.options import ConfigFiles, Overrides, print_warnings
-from asyncrl.cli.terminal import outlive_terminal, say
+from asyncrl.cli.options import ConfigFiles, Overrides
+from asyncrl.cli.terminal import outlive_terminal, print_warnings, say
 from asyncrl.config.load import load_config
 
 

@@ -10,11 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from asyncrl.cli.before_start import try_hub
 from asyncrl.cli.gpu_checks import Gpu, Gpus, query_gpus
-from asyncrl.cli.options import checked_config, print_warnings
-from asyncrl.cli.presence import check_model
-from asyncrl.cli.terminal import say
+from asyncrl.cli.preflight import check_model, checked_config, try_hub
+from asyncrl.cli.terminal import print_warnings, say
 from asyncrl.config.import_path import BUILT_IN_NAMES, REWARDS_WITH_OPTIONS, is_import_path, reward_term
 from asyncrl.config.load import parse_yaml
 from asyncrl.config.schema import Config

@@ -1,7 +1,7 @@
 """`asyncrl learner`: starts the learner deployment of a run on a running Ray cluster."""
 
-from asyncrl.cli.before_start import prepared
 from asyncrl.cli.options import Address, AllowPublic, ConfigFiles, Fresh, Overrides, again, choice, ray_address
+from asyncrl.cli.preflight import prepared
 from asyncrl.cli.start import run_in_terminal
 from asyncrl.common.roles import Role
 

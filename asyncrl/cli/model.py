@@ -2,8 +2,9 @@
 
 from functools import partial
 
-from asyncrl.cli.options import ConfigFiles, Overrides, checked_config, print_warnings
-from asyncrl.cli.terminal import say
+from asyncrl.cli.options import ConfigFiles, Overrides
+from asyncrl.cli.preflight import checked_config
+from asyncrl.cli.terminal import print_warnings, say
 
 
 def model(files: ConfigFiles, overrides: Overrides) -> None:

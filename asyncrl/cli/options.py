@@ -1,32 +1,24 @@
-"""Options that several commands share, the checks of their configuration, and what they print about a run."""
+"""Options that several commands share, and what they print about a run."""
 
 import contextlib
 import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncrl.algorithms.checks import check_algorithm
-from asyncrl.cli.presence import check_presence, model_files, user_modules
+from asyncrl.cli.preflight import user_modules
 from asyncrl.cli.restarts import begun_before, earlier_end
-from asyncrl.cli.terminal import say
+from asyncrl.cli.terminal import print_warnings, say
 from asyncrl.common.roles import Role
-from asyncrl.config.checks import check_config
-from asyncrl.config.load import Layer, config_origins, load_config
-from asyncrl.config.metrics_host import check_metrics_host
-from asyncrl.config.recipes import unread_copies
 from asyncrl.config.schema import Config
-from asyncrl.config.timeouts import derived_timeouts, with_timeouts
 from asyncrl.deployment.known_runs import address_of, best_checkpoint, dead_runs, newest_weights
 from asyncrl.deployment.resuming import Choice, no_checkpoint, unfinished_run
-from asyncrl.environments.secrets import hide_secrets
-from asyncrl.errors import AsyncRLError, ConfigError, DatasetError
-from asyncrl.policy.model_directory import number_of_parameters
+from asyncrl.errors import AsyncRLError
 
 if TYPE_CHECKING:
     from asyncrl.deployment.run_dir import RunDir
@@ -139,60 +131,6 @@ def running_address(directory: Path, option: str | None) -> str:
     address in the run's directory to which the token may not be sent (`own_address`).
     """
     return named_address(option) or address_of(directory) or "auto"
-
-
-def checked_config(
-    files: Sequence[Layer],
-    overrides: Sequence[str],
-    *,
-    roles: Collection[Role] = tuple(Role),
-    allow_public: bool = False,
-    starts: bool = True,
-) -> tuple[Config, list[str]]:
-    """Returns the merged configuration and warnings about it. Without `starts`, GPUs that this machine lacks are
-    warnings.
-
-    Time limits that the user has not set follow the size of the model. Raises ConfigError with one line for each
-    problem. If keys or values are wrong, it lists only those. Otherwise it lists the violated rules over several keys,
-    and the parts that deployments of `roles` need and this machine lacks. From now on this process shows no value of
-    `environment.secrets`.
-    """
-    config = load_config(files, overrides)
-    config = with_timeouts(config, timeouts_of_model(config))
-    hide_secrets(config.environment, os.environ)
-    metrics_host = functools.partial(check_metrics_host, allow_public=allow_public)
-    presence = functools.partial(check_presence, roles=roles, origins=config_origins(files, overrides), starts=starts)
-    return config, unread_copies(files) + run_checks(config, [metrics_host, check_config, check_algorithm, presence])
-
-
-def timeouts_of_model(config: Config) -> dict[str, float]:
-    """Returns the limits that the size of the model makes longer (`derived_timeouts`). There are none if the model's
-    files are not on this machine."""
-    path, parameters = model_files(config), None
-    if path is not None:
-        with contextlib.suppress(OSError, ValueError):  # `check_presence` refuses a file that cannot be read
-            parameters = number_of_parameters(path)
-    return derived_timeouts(config, parameters=parameters)
-
-
-def run_checks(config: Config, checks: Iterable[Callable[[Config], list[str] | None]]) -> list[str]:
-    """Runs all checks and returns their warnings. Raises ConfigError with one line for each problem that they found."""
-    problems: list[str] = []
-    warnings: list[str] = []
-    for check in checks:
-        try:
-            warnings += check(config) or []
-        except (ConfigError, DatasetError) as error:
-            problems.append(str(error))
-    if problems:
-        raise ConfigError("\n".join(dict.fromkeys(problems)))  # two checks may find the same problem
-    return warnings
-
-
-def print_warnings(warnings: list[str]) -> None:
-    """Prints each warning on stderr, so that the output of the command on stdout can be piped."""
-    for warning in warnings:
-        say(warning, label="note:", color="yellow", err=True)
 
 
 def clear_previous(config: Config) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from asyncrl.cli.presence import model_directory
+from asyncrl.cli.preflight import model_directory
 from asyncrl.cli.terminal import say
 from asyncrl.config.schema import Config
 from asyncrl.deployment.gpu_room import GIB, described_pools, gpu_pools

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from asyncrl import recipes as shipped
-from asyncrl.cli.presence import user_modules
+from asyncrl.cli.preflight import user_modules
 from asyncrl.cli.terminal import command_app, say
 from asyncrl.common.roles import Role
 from asyncrl.config.load import load_config

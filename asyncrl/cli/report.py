@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.cli.options import RecordedRun, print_warnings
-from asyncrl.cli.terminal import say
+from asyncrl.cli.options import RecordedRun
+from asyncrl.cli.terminal import print_warnings, say
 from asyncrl.deployment.known_runs import as_it_is, ended_run, existing_run
 from asyncrl.views.report import write_report
 

@@ -2,7 +2,7 @@
 
 `supervise` forks before Ray or torch is imported. The child runs the command. The parent has no other work than to
 start the next child, so it stays alive when the child is killed or runs out of memory. The command in each child
-decides whether it may restart the run (`before_start.check_restart`), because only the command knows the configuration.
+decides whether it may restart the run (`preflight.check_restart`), because only the command knows the configuration.
 Children that die before they can decide end the command after `EARLY_DEATHS` of them.
 """
 

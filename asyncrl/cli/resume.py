@@ -4,8 +4,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from asyncrl.cli.before_start import prepared
 from asyncrl.cli.options import AllowPublic, Overrides, RunningRun, Trust, again, at_option
+from asyncrl.cli.preflight import prepared
 from asyncrl.cli.restarts import begun_before
 from asyncrl.cli.start import run_in_terminal
 from asyncrl.config.load import load_config

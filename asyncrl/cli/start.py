@@ -1,6 +1,6 @@
 """How a run starts and ends, from top to bottom: for `asyncrl up`, `resume`, `learner`, `generator` and `asyncrl.run`.
 
-    preflight    the configuration is checked, and the user's code is tried (`before_start.prepared`)
+    preflight    the configuration is checked, and the user's code is tried (`preflight.prepared`)
         │
     admission    a cluster that runs already is joined, and its run must admit this process (`join_admitted`)
         │
@@ -41,11 +41,10 @@ from asyncrl.cli.options import (
     clear_previous,
     print_outcome,
     print_previous,
-    print_warnings,
     weights_named,
 )
 from asyncrl.cli.restarts import mark_begun, restarts
-from asyncrl.cli.terminal import show_cursor
+from asyncrl.cli.terminal import print_warnings, show_cursor
 from asyncrl.common.roles import Role
 from asyncrl.common.tasks import Stopped, check_stop, running
 from asyncrl.config.schema import Config

@@ -21,10 +21,9 @@ from asyncrl.cli.options import (
     RunningRun,
     named_address,
     print_headline,
-    print_warnings,
     running_address,
 )
-from asyncrl.cli.terminal import say, sigterm_exits
+from asyncrl.cli.terminal import print_warnings, say, sigterm_exits
 from asyncrl.deployment.known_runs import as_it_is, check_there, ended_run, existing_run, named_run
 from asyncrl.errors import AnotherRun, RunEnded, RunError
 
@@ -117,18 +116,17 @@ def status(
         if named_address(address) is None:
             check_there(directory)
         raise RunError(f"{ended}\n{error}" if ended else str(error)) from error
-    from asyncrl.views.run_facts import setting_at
-    from asyncrl.views.status import status_json, status_lines
-    from asyncrl.views.watch import records_of
+    from asyncrl.views.status_text import status_json, status_lines
+    from asyncrl.views.watch import view_since_start
 
     if not directory.is_dir():
         print_warnings([f"{directory} is not on this machine: warnings that need the run's records are not shown"])
-    (steps, evals), setting = records_of(directory, found), setting_at(directory)
+    view = view_since_start(directory, found)
     if json:
-        encoded = status_json(found, steps=steps, evals=evals, setting=setting, now=now)
+        encoded = status_json(found, view, now=now)
         say((msgspec.json.format(encoded, indent=2) if sys.stdout.isatty() else encoded).decode())
     else:
-        say("\n".join(status_lines(found, steps=steps, evals=evals, setting=setting, now=now)))
+        say("\n".join(status_lines(found, view, now=now)))
 
 
 def _say_records(directory: Path, state: str, *, json: bool) -> None:

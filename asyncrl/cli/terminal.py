@@ -39,6 +39,12 @@ def say(text: str = "", *, label: str = "", color: str | None = None, err: bool 
     typer.echo(" ".join([*parts, shown(text)] if text else parts), err=err)
 
 
+def print_warnings(warnings: list[str]) -> None:
+    """Prints each warning on stderr, so that the output of the command on stdout can be piped."""
+    for warning in warnings:
+        say(warning, label="note:", color="yellow", err=True)
+
+
 def lasting(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     """Returns a stream on the same file as `stream` that drops data instead of raising OSError."""
     stream.flush()

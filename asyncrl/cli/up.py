@@ -1,7 +1,7 @@
 """`asyncrl up`: starts the whole system on this machine with one command."""
 
-from asyncrl.cli.before_start import prepared
 from asyncrl.cli.options import AllowPublic, ConfigFiles, Fresh, Overrides, again, choice
+from asyncrl.cli.preflight import prepared
 from asyncrl.cli.start import run_in_terminal
 
 

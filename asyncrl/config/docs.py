@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncrl.config.load import is_own
 from asyncrl.config.schema import sections
-from asyncrl.config.templates import TEMPLATES
+from asyncrl.config.text_templates import TEMPLATES
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 

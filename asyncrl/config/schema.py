@@ -1,7 +1,7 @@
 """The schema of the configuration: every key that a user may set, its type, its bounds and its default.
 
 Each field gives its unit in its name or in its docstring. A key that is not in the schema is refused. The rules
-that involve several fields are in `checks.py`.
+that involve several fields are in `rules.py`.
 `python -m asyncrl.config.docs` generates `docs/configuration.md` from these classes and docstrings.
 """
 
@@ -53,6 +53,9 @@ OnDeadline = Literal["wait", "requeue", "drop", "mask"]
 
 HELDOUT = "heldout"
 """Name of the held-out set that every run has: the questions of its own dataset that are not trained."""
+
+NODE = "node"
+"""Value of `metrics.host` for the Ray address of each process, by which other nodes of the cluster reach it."""
 
 BRANCHES_OF_AGENTS = 8
 """Default of `environment.max_branches` for agents."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from asyncrl.config.load import dump_yaml
 from asyncrl.config.schema import RaySection
-from asyncrl.config.templates import TEMPLATES
+from asyncrl.config.text_templates import TEMPLATES
 from asyncrl.errors import ConfigError
 
 TOKENS_PER_PASS_CPU = 8192

@@ -43,7 +43,7 @@ from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import StateClock
 from asyncrl.shown_text import redacted
-from asyncrl.views.run_facts import usable_cores
+from asyncrl.views.run_view import usable_cores
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from asyncrl.config.schema import Config
 from asyncrl.deployment.learner_log import LearnerLog
 from asyncrl.learner.records import RecordSink
 from asyncrl.views.live import LiveView
-from asyncrl.views.live_from_records import live_view
-from asyncrl.views.run_facts import setting_of
+from asyncrl.views.run_view import run_view, setting_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +61,8 @@ class StartLog:
         if view.phase != self._begins[-1][0]:
             self._begins.append((view.phase, view.elapsed_s))
         if self._steps_before is None:
-            self._steps_before = view.step if view.phase == TRAINING else None
-        elif view.step > self._steps_before:
+            self._steps_before = view.run.step if view.phase == TRAINING else None
+        elif view.run.step > self._steps_before:
             self._logged = True
             ends = [*self._begins, ("", view.elapsed_s)]
             parts = [f"{phase} {end_s - begin_s:.1f} s" for (phase, begin_s), (_, end_s) in pairwise(ends)]
@@ -92,17 +91,14 @@ class LearnerDisplay:
         self.show()
 
     def show(self) -> None:
-        self.screen.show(
-            live_view(
-                self.config,
-                phase=self.phase(),
-                elapsed_s=self.screen.elapsed_s,
-                steps=self.log.steps,
-                evals=self.log.evals,
-                setting=setting_of(self.config, cores=self.cores(), hidden_tags=self.hidden_tags),
-                failures=self.failures(),
-            )
+        run = run_view(
+            self.log.steps,
+            recent=True,
+            evals=self.log.evals,
+            setting=setting_of(self.config, cores=self.cores(), hidden_tags=self.hidden_tags),
+            failures=self.failures(),
         )
+        self.screen.show(LiveView(config=self.config, phase=self.phase(), elapsed_s=self.screen.elapsed_s, run=run))
 
     async def run(self) -> None:
         while True:

@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from asyncrl.algorithms.filters import is_equal_group, scored_samples
 from asyncrl.buffer.groups import seed_of_group
 from asyncrl.buffer.records import Failure, GroupMeta, Ticket
-from asyncrl.config.checks import BYTES_PER_BRANCH_ID, BYTES_PER_ROW, BYTES_PER_SUPPORT_TOKEN, BYTES_PER_TOKEN
 from asyncrl.config.parts import all_configs
+from asyncrl.config.row_bytes import BYTES_PER_BRANCH_ID, BYTES_PER_ROW, BYTES_PER_SUPPORT_TOKEN, BYTES_PER_TOKEN
 from asyncrl.config.schema import Config, HeldoutSet
 from asyncrl.data.answer_text import AnswerText
 from asyncrl.data.batched_data_dict import BatchedDataDict

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.common.version import Version
-from asyncrl.config.checks import filters_without_top_k
+from asyncrl.config.rules import filters_without_top_k
 from asyncrl.config.schema import GeneratorSection
 from asyncrl.data.specs import NO_TOKEN
 from asyncrl.errors import ConfigError, DataError, InfraError

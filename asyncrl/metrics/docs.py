@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.config.docs import write_page
-from asyncrl.config.templates import TEMPLATES
+from asyncrl.config.text_templates import TEMPLATES
 from asyncrl.metrics.catalogue import GROUPS, MAX_OPEN_VALUES
 from asyncrl.metrics.numbers import GAUGES, NUMBERS, TRACKERS
 

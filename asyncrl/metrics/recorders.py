@@ -9,6 +9,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, product
 from threading import Lock
 from types import FunctionType
@@ -27,18 +28,21 @@ from asyncrl.buffer.staleness import Limits
 from asyncrl.config.load import flat_config
 from asyncrl.config.parts import environment_name
 from asyncrl.config.schema import Config
+from asyncrl.metrics import catalogue
 from asyncrl.metrics.catalogue import (
     BUFFER_STATES,
     CATALOGUE,
     DEADLINES,
     MAX_OPEN_VALUES,
     REPLICA_STATES,
-    Feed,
-    Kind,
+    CounterMetric,
+    CountsMetric,
+    GaugeMetric,
+    HistogramMetric,
     Metric,
     Role,
+    ScrapedMetric,
 )
-from asyncrl.metrics.numbers import GAUGES
 from asyncrl.metrics.states import caught_up
 
 logger = logging.getLogger(__name__)
@@ -106,76 +110,76 @@ class ScrapedCounter(Collector):
         yield family
 
 
-Made = Counter | Gauge | Histogram | CountedHistogram | ScrapedCounter
 Labelled = TypeVar("Labelled", Counter, Gauge, Histogram)
-Kept = TypeVar("Kept", Counter, Gauge, Histogram, CountedHistogram, ScrapedCounter)
 
 
 class Instruments:
-    """The metrics of one process, by their names in the catalogue.
+    """The metrics of one process.
 
-    Raises KeyError for an unknown name and for a metric of another type, and ValueError for wrong labels, unknown label
-    values and counts that are not finite.
+    Raises KeyError for a metric of another process, and ValueError for wrong labels, unknown label values and counts
+    that are not finite.
     """
 
     def __init__(self, role: Role) -> None:
         self.registry = CollectorRegistry()
-        self._declared = {metric.name: metric for metric in CATALOGUE if role in metric.roles}
-        self._made = {name: _made(metric) for name, metric in self._declared.items()}
-        for made in self._made.values():
-            self.registry.register(made)
+        own = [metric for metric in CATALOGUE if role in metric.roles]
+        self._counters = {each.name: _started(Counter, each) for each in own if isinstance(each, CounterMetric)}
+        self._gauges = {each.name: _started(Gauge, each) for each in own if isinstance(each, GaugeMetric)}
+        self._histograms = {each.name: _histogram(each) for each in own if isinstance(each, HistogramMetric)}
+        self._counted = {each.name: CountedHistogram(each) for each in own if isinstance(each, CountsMetric)}
+        self._scraped = {each.name: ScrapedCounter(each) for each in own if isinstance(each, ScrapedMetric)}
+        made = self._counters | self._gauges | self._histograms | self._counted | self._scraped
+        for metric in own:
+            self.registry.register(made[metric.name])
         self._open_values: dict[tuple[str, str], set[str]] = {}
         self._last_totals: dict[tuple[str, tuple[str, ...]], float] = {}
 
-    def add(self, name: str, amount: float, **labels: str) -> None:
+    def add(self, counter: CounterMetric, amount: float, **labels: str) -> None:
         """Increases a counter by `amount`."""
-        self._labelled(Counter, name, labels).inc(_finite(name, amount))
+        made = self._counters[counter.name]
+        self._child(made, counter, labels).inc(_finite(counter, amount))
 
-    def raise_to(self, name: str, total: float, **labels: str) -> None:
+    def raise_to(self, counter: CounterMetric, total: float, **labels: str) -> None:
         """Increases a counter to a total that was counted elsewhere.
 
         A total below the last one means that the learner went back to a checkpoint. The counter then stays, and grows
         with the total from there.
         """
-        values = self._label_values(name, labels)
-        last = self._last_totals.get((name, values), 0.0)
-        self.add(name, max(0.0, total - last), **labels)
-        self._last_totals[name, values] = total
+        values = self._label_values(counter, labels)
+        last = self._last_totals.get((counter.name, values), 0.0)
+        self.add(counter, max(0.0, total - last), **labels)
+        self._last_totals[counter.name, values] = total
 
-    def set(self, name: str, value: float, **labels: str) -> None:
+    def set(self, gauge: GaugeMetric, value: float, **labels: str) -> None:
         """Sets a gauge. NaN is allowed and means that there is no value."""
-        self._labelled(Gauge, name, labels).set(float(value))
+        self._child(self._gauges[gauge.name], gauge, labels).set(float(value))
 
-    def observe(self, name: str, *values: float, **labels: str) -> None:
+    def observe(self, histogram: HistogramMetric, *values: float, **labels: str) -> None:
         """Adds values to a histogram."""
+        made = self._histograms[histogram.name]
         for value in values:
-            self._labelled(Histogram, name, labels).observe(_finite(name, value))
+            self._child(made, histogram, labels).observe(_finite(histogram, value))
 
-    def observe_counts(self, name: str, counts: Mapping[int, int]) -> None:
+    def observe_counts(self, histogram: CountsMetric, counts: Mapping[int, int]) -> None:
         """Adds each value of `counts` to a histogram `counts[value]` times."""
         for value, count in counts.items():
-            self._kept(CountedHistogram, name).add(float(value), count=count)
+            self._counted[histogram.name].add(float(value), count=count)
 
-    def read_from(self, name: str, read: Callable[[], Totals]) -> None:
+    def read_from(self, counter: ScrapedMetric, read: Callable[[], Totals]) -> None:
         """Makes a counter call `read` for its totals during each scrape. `read` is called in the scrape's thread."""
-        self._kept(ScrapedCounter, name).read = read
+        self._scraped[counter.name].read = read
 
-    def _kept(self, kind: type[Kept], name: str) -> Kept:
-        made = self._made[name]
-        if not isinstance(made, kind):
-            raise KeyError(f"{name} is a {type(made).__name__}, not a {kind.__name__}")
-        return made
-
-    def _labelled(self, kind: type[Labelled], name: str, labels: Mapping[str, str]) -> Labelled:
+    def _child(self, made: Labelled, metric: Metric, labels: Mapping[str, str]) -> Labelled:
         """Returns the part of a metric that has these labels."""
-        metric, values = self._kept(kind, name), self._label_values(name, labels)
-        return metric.labels(*values) if values else metric
+        values = self._label_values(metric, labels)
+        return made.labels(*values) if values else made
 
-    def _label_values(self, name: str, labels: Mapping[str, str]) -> tuple[str, ...]:
-        declared = self._declared[name].labels
-        if set(labels) != set(declared):
-            raise ValueError(f"{name} has the labels {sorted(declared)}, but {sorted(labels)} were given")
-        return tuple(self._bounded(name, label, labels[label], allowed) for label, allowed in declared.items())
+    def _label_values(self, metric: Metric, labels: Mapping[str, str]) -> tuple[str, ...]:
+        if set(labels) != set(metric.labels):
+            raise ValueError(f"{metric.name} has the labels {sorted(metric.labels)}, but {sorted(labels)} were given")
+        return tuple(
+            self._bounded(metric.name, label, labels[label], allowed) for label, allowed in metric.labels.items()
+        )
 
     def _bounded(self, name: str, label: str, value: str, allowed: tuple[str, ...] | None) -> str:
         if allowed is not None:
@@ -189,19 +193,15 @@ class Instruments:
         return value
 
 
-def _made(metric: Metric) -> Made:
+def _histogram(metric: HistogramMetric) -> Histogram:
+    return _started(partial(Histogram, buckets=metric.buckets), metric)
+
+
+def _started(kind: Callable[..., Labelled], metric: Metric) -> Labelled:
     """Returns the object of a metric. Each combination of closed labels exists from the start."""
-    if metric.feed is Feed.COUNTS:
-        return CountedHistogram(metric)
-    if metric.feed is Feed.SCRAPE:
-        return ScrapedCounter(metric)
-    labels = tuple(metric.labels)
-    if metric.kind is Kind.HISTOGRAM:
-        return Histogram(metric.name, metric.help, labels, registry=None, buckets=metric.buckets)
-    kind = Counter if metric.kind is Kind.COUNTER else Gauge
-    made = kind(metric.name, metric.help, labels, registry=None)
+    made = kind(metric.name, metric.help, tuple(metric.labels), registry=None)
     closed = [values for values in metric.labels.values() if values is not None]
-    if len(closed) == len(labels):
+    if len(closed) == len(metric.labels):
         for values in product(*closed):  # one empty combination if there are no labels
             child = made.labels(*values) if values else made
             if isinstance(child, Gauge):
@@ -209,14 +209,14 @@ def _made(metric: Metric) -> Made:
     return made
 
 
-def _finite(name: str, value: float) -> float:
+def _finite(metric: Metric, value: float) -> float:
     """Returns `value` as a float. Raises ValueError when it is not finite.
 
     One NaN would make a counter or the sum of a histogram NaN until the process ends.
     """
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"{name} cannot count {number}: a counter or histogram takes finite numbers only")
+        raise ValueError(f"{metric.name} cannot count {number}: a counter or histogram takes finite numbers only")
     return number
 
 
@@ -248,6 +248,7 @@ class ProcessMetrics:
     """The metrics that every process records."""
 
     role: Role
+    state_seconds: ScrapedMetric
 
     def __init__(self) -> None:
         self._instruments = Instruments(self.role)
@@ -270,12 +271,12 @@ class ProcessMetrics:
 
     def states_from(self, seconds: Callable[[], Totals]) -> None:
         """Makes every scrape show the current `StateClock.seconds` or `SlotStates.seconds`."""
-        self._instruments.read_from(f"asyncrl_{self.role.value}_state_seconds_total", seconds)
+        self._instruments.read_from(self.state_seconds, seconds)
 
     def run_info(self, config: Config) -> None:
         """Records the run's name, model, environment and loss and the package's version; once per process."""
         self._instruments.set(
-            "asyncrl_run_info",
+            catalogue.Run.run_info,
             1,
             run_name=config.run.name,
             version=__version__,
@@ -286,7 +287,7 @@ class ProcessMetrics:
 
     def heartbeat(self, *, unix_time_s: float) -> None:
         """Records the time of an iteration of the process's main loop."""
-        self._instruments.set("asyncrl_heartbeat_timestamp_seconds", unix_time_s)
+        self._instruments.set(catalogue.Run.heartbeat_timestamp_seconds, unix_time_s)
 
 
 @never_raises
@@ -294,30 +295,29 @@ class LearnerMetrics(ProcessMetrics):
     """The metrics of the learner."""
 
     role = Role.LEARNER
+    state_seconds = catalogue.Learner.learner_state_seconds_total
 
     def limits(self, config: Config) -> None:
         """Records the limits that alerts compare with, and every timeout of the configuration; once, at the start."""
         weights = config.weights
-        limits = {
-            "asyncrl_stall_timeout_seconds": config.run.stall_timeout_s,
-            "asyncrl_weight_sync_timeout_seconds": weights.load_timeout_s,
-            "asyncrl_weight_lag_limit_versions": weights.max_lag_publications * weights.publish_every_steps,
-            "asyncrl_checkpoint_interval_versions": config.checkpoint.every_steps,
-            "asyncrl_checkpoint_policy_version": 0,
-        }
-        for name, limit in limits.items():
-            self._instruments.set(name, limit)
+        self._instruments.set(catalogue.Limits.stall_timeout_seconds, config.run.stall_timeout_s)
+        self._instruments.set(catalogue.Limits.weight_sync_timeout_seconds, weights.load_timeout_s)
+        self._instruments.set(
+            catalogue.Limits.weight_lag_limit_versions, weights.max_lag_publications * weights.publish_every_steps
+        )
+        self._instruments.set(catalogue.Limits.checkpoint_interval_versions, config.checkpoint.every_steps)
+        self._instruments.set(catalogue.Checkpoint.checkpoint_policy_version, 0)
         settings: Mapping[str, Any] = flat_config(config)
         for key in DEADLINES:
-            self._instruments.set("asyncrl_deadline_seconds", settings[key], deadline=key)
+            self._instruments.set(catalogue.Limits.deadline_seconds, settings[key], deadline=key)
 
     def incarnation(self, number: int, *, nonce: str, restarts: int, resumed_unix_s: float | None) -> None:
         """Records the number of the run's incarnation, and how often and when the run was resumed; once, at the
         start."""
-        self._instruments.set("asyncrl_run_incarnation", number, nonce=nonce)
-        self._instruments.set("asyncrl_run_restarts", restarts)
+        self._instruments.set(catalogue.Run.run_incarnation, number, nonce=nonce)
+        self._instruments.set(catalogue.Run.run_restarts, restarts)
         self._instruments.set(
-            "asyncrl_run_resumed_timestamp_seconds", math.nan if resumed_unix_s is None else resumed_unix_s
+            catalogue.Run.run_resumed_timestamp_seconds, math.nan if resumed_unix_s is None else resumed_unix_s
         )
 
     def step(
@@ -332,26 +332,26 @@ class LearnerMetrics(ProcessMetrics):
         """Records the end of a step. `outcome` is `trained` or `skipped`, `tokens` the number of trained tokens.
         `model_flops` are the model FLOPs of the step, and `peak_flops_per_s` is the devices' peak speed in FLOP/s; None
         where they are not known."""
-        self._instruments.add("asyncrl_learner_steps_total", 1, outcome=outcome)
-        self._instruments.add("asyncrl_learner_tokens_total", tokens)
-        self._instruments.observe("asyncrl_learner_step_duration_seconds", duration_s)
-        self._instruments.add("asyncrl_learner_model_flops_total", model_flops or 0)
+        self._instruments.add(catalogue.Learner.learner_steps_total, 1, outcome=outcome)
+        self._instruments.add(catalogue.Learner.learner_tokens_total, tokens)
+        self._instruments.observe(catalogue.Learner.learner_step_duration_seconds, duration_s)
+        self._instruments.add(catalogue.Learner.learner_model_flops_total, model_flops or 0)
         peak = math.nan if peak_flops_per_s is None else peak_flops_per_s
-        self._instruments.set("asyncrl_learner_peak_flops_per_second", peak)
+        self._instruments.set(catalogue.Limits.learner_peak_flops_per_second, peak)
 
     def numbers(self, values: Mapping[str, float]) -> None:
         """Records the numbers of a trained step, by their names in `asyncrl.metrics.numbers`. The gauge of a number
         that is not in `values` becomes NaN."""
-        for name, gauge in GAUGES.items():
+        for name, gauge in catalogue.Learner.numbers.items():
             self._instruments.set(gauge, values.get(name, math.nan))
 
     def rewards(self, *, components: Mapping[str, float], parts: Mapping[str, float]) -> None:
         """Records the mean of each component of a step's rewards, and the mean reward of each part of a mixture, by
         name."""
         for name, value in components.items():
-            self._instruments.set("asyncrl_learner_reward_component_mean", value, component=name)
+            self._instruments.set(catalogue.Learner.learner_reward_component_mean, value, component=name)
         for name, value in parts.items():
-            self._instruments.set("asyncrl_learner_reward_part_mean", value, part=name)
+            self._instruments.set(catalogue.Learner.learner_reward_part_mean, value, part=name)
 
     def staleness(
         self,
@@ -362,57 +362,57 @@ class LearnerMetrics(ProcessMetrics):
         in_buffer: Mapping[int, int],
     ) -> None:
         """Records the staleness of a step's data. Each argument maps versions to a number of groups or tokens."""
-        self._instruments.observe_counts("asyncrl_group_staleness_versions", groups)
-        self._instruments.set("asyncrl_group_staleness_max_versions", max(groups, default=0))
-        self._instruments.observe_counts("asyncrl_token_staleness_versions", tokens)
-        self._instruments.observe_counts("asyncrl_staleness_inflight_versions", in_flight)
-        self._instruments.observe_counts("asyncrl_staleness_inbuffer_versions", in_buffer)
+        self._instruments.observe_counts(catalogue.Staleness.group_staleness_versions, groups)
+        self._instruments.set(catalogue.Staleness.group_staleness_max_versions, max(groups, default=0))
+        self._instruments.observe_counts(catalogue.Staleness.token_staleness_versions, tokens)
+        self._instruments.observe_counts(catalogue.Staleness.staleness_inflight_versions, in_flight)
+        self._instruments.observe_counts(catalogue.Staleness.staleness_inbuffer_versions, in_buffer)
 
     def rows_outstanding(self, rows: int) -> None:
         """Records the rows in the data plane after a step's own rows were cleared."""
-        self._instruments.set("asyncrl_rows_outstanding", rows)
+        self._instruments.set(catalogue.Staleness.rows_outstanding, rows)
 
     def heldout(self, name: str, reward_mean: float) -> None:
         """Records the mean reward of an evaluation on the held-out set `name`."""
-        self._instruments.set("asyncrl_learner_heldout_reward_mean", reward_mean, set=name)
+        self._instruments.set(catalogue.Learner.learner_heldout_reward_mean, reward_mean, set=name)
 
     def checkpoint_saved(self, *, step: int, duration_s: float, unix_time_s: float) -> None:
         """Records a complete checkpoint of the weights after `step` steps."""
-        self._instruments.add("asyncrl_checkpoints_total", 1, outcome="saved")
-        self._instruments.observe("asyncrl_checkpoint_duration_seconds", duration_s)
-        self._instruments.set("asyncrl_checkpoint_policy_version", step)
-        self._instruments.set("asyncrl_checkpoint_last_success_timestamp_seconds", unix_time_s)
+        self._instruments.add(catalogue.Checkpoint.checkpoints_total, 1, outcome="saved")
+        self._instruments.observe(catalogue.Checkpoint.checkpoint_duration_seconds, duration_s)
+        self._instruments.set(catalogue.Checkpoint.checkpoint_policy_version, step)
+        self._instruments.set(catalogue.Checkpoint.checkpoint_last_success_timestamp_seconds, unix_time_s)
 
     def checkpoint_staged(self, wait_s: float) -> None:
         """Records the time that training waited for the copies of a checkpoint."""
-        self._instruments.observe("asyncrl_checkpoint_wait_seconds", wait_s)
+        self._instruments.observe(catalogue.Checkpoint.checkpoint_wait_seconds, wait_s)
 
     def checkpoint_missed(self, *, outcome: str) -> None:
         """Records a due checkpoint that there is not: `postponed`, because the last one is still being written, or
         `failed`."""
-        self._instruments.add("asyncrl_checkpoints_total", 1, outcome=outcome)
+        self._instruments.add(catalogue.Checkpoint.checkpoints_total, 1, outcome=outcome)
 
     def parity(self, nats: float, *, ratio: float) -> None:
         """Records the largest difference of log-probs over the step's on-policy tokens, and the judged number as a
         share of its limit."""
-        self._instruments.set("asyncrl_weight_parity_nats", nats)
-        self._instruments.set("asyncrl_weight_parity_ratio", ratio)
+        self._instruments.set(catalogue.Weights.weight_parity_nats, nats)
+        self._instruments.set(catalogue.Weights.weight_parity_ratio, ratio)
 
     def versions(self, *, learner: int, published: int) -> None:
         """Records the learner's version and the newest published version, as steps."""
-        self._instruments.set("asyncrl_learner_policy_version", learner)
-        self._instruments.set("asyncrl_published_policy_version", published)
+        self._instruments.set(catalogue.Weights.learner_policy_version, learner)
+        self._instruments.set(catalogue.Weights.published_policy_version, published)
 
     def published(self, *, bytes: int, whole_bytes: int, phase_seconds: Mapping[str, float]) -> None:
         """Records a publication: the bytes that were sent, those of all weights, and the duration of each phase."""
-        self._instruments.add("asyncrl_weight_bytes_total", bytes)
-        self._instruments.set("asyncrl_weight_sent_ratio", bytes / whole_bytes if whole_bytes else 1.0)
+        self._instruments.add(catalogue.Weights.weight_bytes_total, bytes)
+        self._instruments.set(catalogue.Weights.weight_sent_ratio, bytes / whole_bytes if whole_bytes else 1.0)
         for phase, seconds in phase_seconds.items():
-            self._instruments.observe("asyncrl_weight_publish_seconds", seconds, phase=phase)
+            self._instruments.observe(catalogue.Weights.weight_publish_seconds, seconds, phase=phase)
 
     def weight_delivery(self, *, outcome: str) -> None:
         """Records the outcome of one attempt to deliver a snapshot of the weights."""
-        self._instruments.add("asyncrl_weight_deliveries_total", 1, outcome=outcome)
+        self._instruments.add(catalogue.Weights.weight_deliveries_total, 1, outcome=outcome)
 
 
 @never_raises
@@ -421,6 +421,7 @@ class GeneratorMetrics(ProcessMetrics):
     a mixture, the label `environment` has the name of the part instead."""
 
     role = Role.GENERATOR
+    state_seconds = catalogue.Generator.generator_state_seconds_total
 
     def __init__(self, *, environment: str) -> None:
         super().__init__()
@@ -428,32 +429,34 @@ class GeneratorMetrics(ProcessMetrics):
 
     def inflight(self, groups: int) -> None:
         """Records the number of groups that are being generated."""
-        self._instruments.set("asyncrl_generator_inflight_groups", groups)
+        self._instruments.set(catalogue.Generator.generator_inflight_groups, groups)
 
     def policy_version(self, step: int) -> None:
         """Records the step of a version that was completely loaded."""
-        self._instruments.set("asyncrl_generator_policy_version", step)
+        self._instruments.set(catalogue.Generator.generator_policy_version, step)
 
     def rollout(self, meta: GroupMeta, *, duration_s: float, scoring_s: float) -> None:
         """Records a group that was generated and scored, and the time that all of it and its scoring took.
 
         The prompt's tokens count once, because the samples of a group share the prompt's key-value cache.
         """
-        self._instruments.add("asyncrl_generator_tokens_total", meta.prompt_tokens, kind="prompt")
-        self._instruments.add("asyncrl_generator_tokens_total", meta.generated_tokens, kind="completion")
+        self._instruments.add(catalogue.Generator.generator_tokens_total, meta.prompt_tokens, kind="prompt")
+        self._instruments.add(catalogue.Generator.generator_tokens_total, meta.generated_tokens, kind="completion")
         environment = meta.part or self._environment
-        self._instruments.observe("asyncrl_rollout_duration_seconds", duration_s, environment=environment)
-        self._instruments.observe("asyncrl_reward_duration_seconds", scoring_s, environment=environment)
-        self._instruments.observe("asyncrl_completion_tokens", *meta.completion_tokens, environment=environment)
+        self._instruments.observe(catalogue.Generator.rollout_duration_seconds, duration_s, environment=environment)
+        self._instruments.observe(catalogue.Reward.reward_duration_seconds, scoring_s, environment=environment)
+        self._instruments.observe(
+            catalogue.Generator.completion_tokens, *meta.completion_tokens, environment=environment
+        )
 
     def samples(self, count: int, *, outcome: str) -> None:
         """Records the samples of one group with the outcome of its commit, or `failed`."""
-        self._instruments.add("asyncrl_generator_samples_total", count, outcome=outcome)
+        self._instruments.add(catalogue.Generator.generator_samples_total, count, outcome=outcome)
 
     def rollout_failed(self, *, failure_class: str, reason: str) -> None:
         """Records a failed rollout of a group."""
         labels = {"class": failure_class, "reason": reason}
-        self._instruments.add("asyncrl_rollout_failures_total", 1, **labels)
+        self._instruments.add(catalogue.Generator.rollout_failures_total, 1, **labels)
 
     def agents(
         self,
@@ -468,45 +471,45 @@ class GeneratorMetrics(ProcessMetrics):
         """Records what the agents of a group did: the calls of each sample, the tool calls of the model and how long
         each took, the forks by reason, and the tokens by origin."""
         environment = part or self._environment
-        self._instruments.observe("asyncrl_agent_turns", *turns, environment=environment)
-        self._instruments.add("asyncrl_agent_tool_calls_total", tool_calls, environment=environment)
-        self._instruments.observe("asyncrl_agent_tool_seconds", *tool_seconds, environment=environment)
+        self._instruments.observe(catalogue.Agents.agent_turns, *turns, environment=environment)
+        self._instruments.add(catalogue.Agents.agent_tool_calls_total, tool_calls, environment=environment)
+        self._instruments.observe(catalogue.Agents.agent_tool_seconds, *tool_seconds, environment=environment)
         for reason, count in forks.items():
-            self._instruments.add("asyncrl_agent_forks_total", count, reason=reason)
+            self._instruments.add(catalogue.Agents.agent_forks_total, count, reason=reason)
         for origin, count in tokens.items():
-            self._instruments.add("asyncrl_agent_tokens_total", count, origin=origin)
+            self._instruments.add(catalogue.Agents.agent_tokens_total, count, origin=origin)
 
     def sessions(self, ages_s: Sequence[float]) -> None:
         """Records the open sessions of agents, by their ages in seconds."""
-        self._instruments.set("asyncrl_agent_sessions", len(ages_s))
-        self._instruments.set("asyncrl_agent_oldest_session_age_seconds", max(ages_s, default=0.0))
+        self._instruments.set(catalogue.Agents.agent_sessions, len(ages_s))
+        self._instruments.set(catalogue.Agents.agent_oldest_session_age_seconds, max(ages_s, default=0.0))
 
     def rewards(self, values: Sequence[float], *, part: str = "") -> None:
         """Records the rewards of a group's samples."""
-        self._instruments.observe("asyncrl_reward", *values, environment=part or self._environment)
+        self._instruments.observe(catalogue.Reward.reward, *values, environment=part or self._environment)
 
     def reward_failed(self, *, reason: str, samples: int) -> None:
         """Records samples whose scoring failed."""
-        self._instruments.add("asyncrl_reward_failures_total", samples, reason=reason)
+        self._instruments.add(catalogue.Reward.reward_failures_total, samples, reason=reason)
 
     def weight_update(self, *, outcome: str, phase_seconds: Mapping[str, float]) -> None:
         """Records an offered version: the outcome of the update and the duration of each phase."""
-        self._instruments.add("asyncrl_weight_updates_total", 1, outcome=outcome)
+        self._instruments.add(catalogue.Weights.weight_updates_total, 1, outcome=outcome)
         for phase, seconds in phase_seconds.items():
-            self._instruments.observe("asyncrl_weight_load_seconds", seconds, phase=phase)
+            self._instruments.observe(catalogue.Weights.weight_load_seconds, seconds, phase=phase)
 
     def broadcast(self, *, outcome: str, bytes: int, duration_s: float) -> None:
         """Records a broadcast of weights: what it was for this replica, and the bytes that arrived."""
-        self._instruments.add("asyncrl_weight_broadcasts_total", 1, outcome=outcome)
-        self._instruments.add("asyncrl_weight_broadcast_bytes_total", bytes)
+        self._instruments.add(catalogue.Weights.weight_broadcasts_total, 1, outcome=outcome)
+        self._instruments.add(catalogue.Weights.weight_broadcast_bytes_total, bytes)
         if outcome != "absent":
-            self._instruments.observe("asyncrl_weight_broadcast_seconds", duration_s)
+            self._instruments.observe(catalogue.Weights.weight_broadcast_seconds, duration_s)
 
     def parity(self, nats: float, *, ratio: float) -> None:
         """Records the largest difference of log-probs over the probe of the last weight update, and the judged number
         as a share of its limit."""
-        self._instruments.set("asyncrl_weight_parity_nats", nats)
-        self._instruments.set("asyncrl_weight_parity_ratio", ratio)
+        self._instruments.set(catalogue.Weights.weight_parity_nats, nats)
+        self._instruments.set(catalogue.Weights.weight_parity_ratio, ratio)
 
 
 @never_raises
@@ -514,31 +517,32 @@ class BufferMetrics(ProcessMetrics):
     """The metrics of the coordinator, whose process has the role `buffer`."""
 
     role = Role.BUFFER
+    state_seconds = catalogue.Buffer.buffer_state_seconds_total
 
     def limits(self, limits: Limits) -> None:
         """Records the buffer's limits; at the start and when a limit changes."""
-        self._instruments.set("asyncrl_staleness_limit_versions", limits.max_staleness_versions)
-        self._instruments.set("asyncrl_buffer_capacity_groups", limits.capacity_groups)
-        self._instruments.set("asyncrl_buffer_capacity_bytes", limits.capacity_bytes)
+        self._instruments.set(catalogue.Limits.staleness_limit_versions, limits.max_staleness_versions)
+        self._instruments.set(catalogue.Limits.buffer_capacity_groups, limits.capacity_groups)
+        self._instruments.set(catalogue.Limits.buffer_capacity_bytes, limits.capacity_bytes)
 
     def fill(self, counts: Counts) -> None:
         """Records the present number of groups by state, their bytes and the age of the oldest."""
         for state in BUFFER_STATES:
-            self._instruments.set("asyncrl_buffer_groups", getattr(counts, state), state=state)
-        self._instruments.set("asyncrl_buffer_bytes", counts.booked_bytes)
-        self._instruments.set("asyncrl_buffer_oldest_group_age_seconds", counts.oldest_group_age_s)
+            self._instruments.set(catalogue.Buffer.buffer_groups, getattr(counts, state), state=state)
+        self._instruments.set(catalogue.Buffer.buffer_bytes, counts.booked_bytes)
+        self._instruments.set(catalogue.Buffer.buffer_oldest_group_age_seconds, counts.oldest_group_age_s)
 
     def replicas(self, counts: Mapping[str, int]) -> None:
         """Records the number of registered replicas by state. A state that is not in `counts` becomes 0."""
         for state in REPLICA_STATES:
-            self._instruments.set("asyncrl_replicas", counts.get(state, 0), state=state)
+            self._instruments.set(catalogue.Run.replicas, counts.get(state, 0), state=state)
 
     def causes(self, *, quarantines: Mapping[Cause, int], restarts: Mapping[Cause, int]) -> None:
         """Records how many replicas were quarantined and started again, by cause."""
         for cause, total in quarantines.items():
-            self._instruments.raise_to("asyncrl_replica_quarantines_total", total, cause=cause.value)
+            self._instruments.raise_to(catalogue.Run.replica_quarantines_total, total, cause=cause.value)
         for cause, total in restarts.items():
-            self._instruments.raise_to("asyncrl_replica_restarts_total", total, cause=cause.value)
+            self._instruments.raise_to(catalogue.Run.replica_restarts_total, total, cause=cause.value)
 
     def account(self, account: Account) -> None:
         """Records the ledger's totals by fate and by event.
@@ -547,20 +551,21 @@ class BufferMetrics(ProcessMetrics):
         """
         issued = account.issued.groups
         accounted = sum(amount.groups for amount in account.fates.values())
-        self._instruments.raise_to("asyncrl_ledger_issued_groups_total", issued)
-        self._instruments.set("asyncrl_ledger_unaccounted_groups", issued - accounted)
+        self._instruments.raise_to(catalogue.Buffer.ledger_issued_groups_total, issued)
+        self._instruments.set(catalogue.Buffer.ledger_unaccounted_groups, issued - accounted)
         for fate, amount in account.fates.items():
             if fate not in OPEN_FATES:
-                self._instruments.raise_to("asyncrl_ledger_groups_total", amount.groups, fate=fate.value)
-                self._instruments.raise_to("asyncrl_ledger_tokens_total", amount.tokens, fate=fate.value)
+                self._instruments.raise_to(catalogue.Buffer.ledger_groups_total, amount.groups, fate=fate.value)
+                self._instruments.raise_to(catalogue.Buffer.ledger_tokens_total, amount.tokens, fate=fate.value)
         for event, total in account.events.items():
-            counted = "attempt_tokens" if event in TOKEN_EVENTS else "events"
-            self._instruments.raise_to(f"asyncrl_buffer_{counted}_total", total, event=event.value)
+            tokens = event in TOKEN_EVENTS
+            counter = catalogue.Buffer.buffer_attempt_tokens_total if tokens else catalogue.Buffer.buffer_events_total
+            self._instruments.raise_to(counter, total, event=event.value)
 
     def reserve_waited(self, seconds: float) -> None:
         """Records the time that one reserve call waited for tickets."""
-        self._instruments.observe("asyncrl_buffer_reserve_wait_seconds", seconds)
+        self._instruments.observe(catalogue.Buffer.buffer_reserve_wait_seconds, seconds)
 
     def lease_waited(self, seconds: float) -> None:
         """Records the time that the learner waited for one lease."""
-        self._instruments.observe("asyncrl_buffer_lease_wait_seconds", seconds)
+        self._instruments.observe(catalogue.Buffer.buffer_lease_wait_seconds, seconds)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from prometheus_client import REGISTRY, CollectorRegistry, disable_created_metrics
 from prometheus_client.exposition import MetricsHandler
 
-from asyncrl.config.metrics_host import NODE
+from asyncrl.config.schema import NODE
 from asyncrl.errors import ConfigError
 
 logger = logging.getLogger(__name__)

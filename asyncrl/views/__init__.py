@@ -4,10 +4,10 @@
   places in a chart, `chart.html.j2` has its markup.
 - `compare.py` makes the page that compares several runs, with the same charts.
 - `samples.py` shows samples in a terminal.
-- `live.py` renders the live view. `live_from_records.py` makes it, from the run's records and its buffer's status;
-  `watch.py` reads these from outside the run.
-- `status.py` renders the same two as text and as JSON.
-- `headline.py` chooses the first sentence of every view, from the facts of `run_facts.py`.
+- `run_view.py` gathers the facts of a run from its records and its buffer's status, for all of the following.
+- `headline.py` chooses the first sentence of every view.
+- `live.py` renders the live view; `watch.py` reads records and status from outside the run.
+- `status_text.py` renders the status as text and as JSON.
 
 The views only read. They do not start, end or change a run.
 """

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 from markupsafe import Markup
 
+from asyncrl.views.page_templates import TEMPLATES
 from asyncrl.views.quantities import number
-from asyncrl.views.templates import TEMPLATES
 
 WIDTH, HEIGHT = 380, 210
 STEP = "step"

@@ -21,8 +21,9 @@ from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.records import RunInfo, Summary
 from asyncrl.metrics.numbers import NUMBERS, Chart
 from asyncrl.views.charts import STEP, Series, line_chart
+from asyncrl.views.page_templates import TEMPLATES
 from asyncrl.views.quantities import change, duration, number
-from asyncrl.views.report import RunRecords, read_run, summary_so_far
+from asyncrl.views.report import RunRecords, read_run
 from asyncrl.views.report_panels import (
     CURVE_POINTS,
     SHARE_POINTS,
@@ -34,7 +35,6 @@ from asyncrl.views.report_panels import (
     windows_of,
 )
 from asyncrl.views.report_staleness import clock_of, mean_age
-from asyncrl.views.templates import TEMPLATES
 
 RUN_COLORS = ("blue", "amber", "green", "violet", "red", "teal", "rose", "gray")
 OWN_KEYS = ("run.name", "run.dir")
@@ -96,10 +96,9 @@ def read_compared(paths: Sequence[Path], *, info_of: Callable[[Path], RunInfo | 
 
 def _read(path: Path, *, label: str, color: str, info: RunInfo | None) -> Compared:
     records = read_run(path, info=info)
-    summary = records.summary or summary_so_far(records)
-    if summary is None:
+    if (totals := records.totals) is None:
         raise RunError(f"{path} has no trained step to compare; leave this run out, or wait for its first step")
-    return Compared(label=label, color=color, records=records, summary=summary)
+    return Compared(label=label, color=color, records=records, summary=totals)
 
 
 def compare_html(runs: Sequence[Compared]) -> str:

@@ -11,10 +11,11 @@ take to start does not count.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from asyncrl.buffer.ledger import OPEN_FATES, Fate
+from asyncrl.views.run_view import RunView
 
 NOTABLE_SHARE = 0.2
 """A side that waits for less than this share of its time does not count as waiting."""
@@ -69,39 +70,6 @@ class Headline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFacts:
-    """The facts about a run from which the headline is chosen. None and empty mappings mean that a fact is not known.
-
-    `equal_rewards_ratio` is the share of groups whose rewards are all equal, over the last `equal_rewards_steps` steps.
-    It is None when the algorithm has a gradient with equal rewards too. `at_highest_reward` is the highest reward that
-    the run has seen, if the mean reward of these steps is about as high; else None. `groups` maps fates to numbers of
-    groups. `failures` is the number of failed groups by reason. `failed_samples_ratio` is the share of samples that are
-    left out because their reward failed. `truncated_ratio` is the share of answers that were cut at their length limit,
-    over the same steps as `equal_rewards_ratio`, and `truncated_at_first` that of the first step. `hidden_tags` are
-    tags that the text of an answer never has. `learner_shares` and `generator_shares` map states to shares of time.
-    `room` is whether cores or GPUs are free for another process.
-    """
-
-    steps_trained: int | None = None
-    steps_skipped: int | None = None
-    equal_rewards_ratio: float | None = None
-    at_highest_reward: float | None = None
-    equal_rewards_steps: int = 1
-    truncated_ratio: float | None = None
-    truncated_at_first: float | None = None
-    hidden_tags: tuple[str, ...] = ()
-    groups: Mapping[str, float] = field(default_factory=dict)
-    failures: Mapping[str, int] = field(default_factory=dict)
-    failed_samples_ratio: float | None = None
-    parity_ratio: float | None = None
-    parity_nats: float | None = None
-    ess_ratio: float | None = None
-    learner_shares: Mapping[str, float] | None = None
-    generator_shares: Mapping[str, float] | None = None
-    room: bool | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Bottleneck:
     """What limits a run, with a sentence that names the settings to change."""
 
@@ -133,18 +101,16 @@ HELD_BACK = ("blocked_on_staleness", "blocked_on_capacity", "starved_of_prompts"
 """States in which a generator has a free slot but gets no ticket."""
 
 
-def headline(facts: RunFacts) -> Headline | None:
+def headline(run: RunView) -> Headline | None:
     """Returns the most urgent sentence; None while too few facts are known.
 
-    >>> headline(RunFacts(equal_rewards_ratio=1.0, equal_rewards_steps=20)).concern
+    >>> headline(RunView(equal_rewards_ratio=1.0, recent_trained_steps=20)).concern
     <Concern.NO_GRADIENT: 'no_gradient'>
     """
-    for concern, sentence in _warnings(facts):
+    for concern, sentence in _warnings(run):
         return Headline(concern=concern, sentence=sentence)
-    if not (facts.learner_shares and facts.generator_shares):
-        return None
-    limits = bottleneck(facts.learner_shares, facts.generator_shares, room=facts.room)
-    return Headline(concern=Concern.BOTTLENECK, sentence=limits.sentence)
+    limits = bottleneck_of(run)
+    return None if limits is None else Headline(concern=Concern.BOTTLENECK, sentence=limits.sentence)
 
 
 def failed_share(groups: Mapping[str, float]) -> float:
@@ -160,6 +126,13 @@ def failed_share(groups: Mapping[str, float]) -> float:
 def by_reason(failures: Mapping[str, int]) -> str:
     """Returns the numbers of `groups_by_reason` as text, such as `reward_raised 20, reward_timeout 3`."""
     return ", ".join(f"{reason} {number}" for reason, number in failures.items())
+
+
+def bottleneck_of(run: RunView) -> Bottleneck | None:
+    """Returns what limits a run; None while the shares of time of a side are not known."""
+    if not (run.learner_shares and run.generator_shares):
+        return None
+    return bottleneck(run.learner_shares, run.generator_shares, room=run.room)
 
 
 def bottleneck(
@@ -229,72 +202,72 @@ def _found(bound: Bound, what: str, share: float, rest: str) -> Bottleneck:
     return Bottleneck(bound=bound, sentence=f"{what} {_percent(share)} of the time{rest}")
 
 
-def _warnings(facts: RunFacts) -> Iterator[tuple[Concern, str]]:
+def _warnings(run: RunView) -> Iterator[tuple[Concern, str]]:
     """Yields the warnings about a run, the most urgent first."""
-    if facts.steps_trained == 0 and facts.steps_skipped:
+    if run.steps_trained == 0 and run.steps_skipped:
         yield (
             Concern.NOTHING_TRAINED,
             "No step was trained: every step was skipped, because a loss or a gradient was not finite. Lower "
             "learner.optimizer.learning_rate, and look at the learner's log for the first skipped step.",
         )
-    if (ratio := facts.truncated_ratio) is not None and ratio > MOSTLY_CUT:
-        yield Concern.CUT, _cut(facts, ratio)
-    if (ratio := facts.equal_rewards_ratio) is not None and ratio > MOSTLY_EQUAL:
-        yield Concern.NO_GRADIENT, _no_gradient(facts, ratio)
-    if (share := failed_share(facts.groups)) > MANY_FAILURES:
-        reasons = f" ({by_reason(facts.failures)})" if facts.failures else ""
-        of_reward = facts.failures and all(reason.startswith("reward_") for reason in facts.failures)
+    if (ratio := run.recent_truncated_ratio) is not None and ratio > MOSTLY_CUT:
+        yield Concern.CUT, _cut(run, ratio)
+    if (ratio := run.equal_rewards_ratio) is not None and ratio > MOSTLY_EQUAL:
+        yield Concern.NO_GRADIENT, _no_gradient(run, ratio)
+    if (share := failed_share(run.groups)) > MANY_FAILURES:
+        reasons = f" ({by_reason(run.failures)})" if run.failures else ""
+        of_reward = run.failures and all(reason.startswith("reward_") for reason in run.failures)
         yield (
             Concern.FAILURES,
             f"{_percent(share)} of the groups failed and were not trained{reasons}: "
             f"{'fix the reward' if of_reward else 'fix the cause'}. The learner's log and report.html have the first "
             "failure of each kind.",
         )
-    elif (ratio := facts.failed_samples_ratio) is not None and ratio > MANY_FAILURES:
+    elif (ratio := run.failed_samples_ratio) is not None and ratio > MANY_FAILURES:
         yield (
             Concern.FAILURES,
             f"The reward failed for {_percent(ratio)} of the trained groups' samples, which are left out of the loss: "
             "fix the reward. The learner's log and report.html have the first failure of each kind.",
         )
-    if facts.parity_ratio is not None and facts.parity_ratio > 1 and facts.parity_nats is not None:
+    if run.parity_ratio is not None and run.parity_ratio > 1 and run.parity_nats is not None:
         yield (
             Concern.PARITY,
-            f"The log-probs of generators and learner differ by {facts.parity_ratio:.3g} times the accepted "
+            f"The log-probs of generators and learner differ by {run.parity_ratio:.3g} times the accepted "
             f"difference (weights.parity_tolerance_nats, in bfloat16 weights.parity_factor), and by up to "
-            f"{facts.parity_nats:.3g} nats, so importance weights are wrong: check model.dtype and weights.kv_cache.",
+            f"{run.parity_nats:.3g} nats, so importance weights are wrong: check model.dtype and weights.kv_cache.",
         )
-    if facts.ess_ratio is not None and facts.ess_ratio < LOW_ESS:
+    if (ratio := run.recent_ess_ratio) is not None and ratio < LOW_ESS:
         yield (
             Concern.STALE_DATA,
-            f"The effective sample size is {_percent(facts.ess_ratio)}: the policy is far from the policy that sampled "
-            "the data. Lower staleness.max_versions or learner.optimizer.learning_rate.",
+            f"The effective sample size is {_percent(ratio)}: the policy is far from the policy that sampled the data. "
+            "Lower staleness.max_versions or learner.optimizer.learning_rate.",
         )
 
 
-def _no_gradient(facts: RunFacts, ratio: float) -> str:
-    steps = "the last step" if facts.equal_rewards_steps == 1 else f"the last {facts.equal_rewards_steps} steps"
+def _no_gradient(run: RunView, ratio: float) -> str:
+    steps = "the last step" if run.recent_trained_steps == 1 else f"the last {run.recent_trained_steps} steps"
     fact = f"In {_percent(ratio)} of the groups of {steps} all rewards are equal"
-    if facts.at_highest_reward is not None:
+    if run.at_highest_reward is not None:
         return (
-            f"{fact}, and most are {facts.at_highest_reward:.3g}, the highest reward that the run has seen. If a "
+            f"{fact}, and most are {run.at_highest_reward:.3g}, the highest reward that the run has seen. If a "
             "reward cannot be higher, there is little left to learn: use harder questions. Otherwise use easier ones."
         )
     gradient = "no gradient" if ratio > 0.995 else "hardly any gradient"  # from 0.995 on, the sentence says 100 %
     advice = (
         "use easier questions (harder ones if the answers are right), a denser reward, or a larger learner.group_size."
     )
-    if facts.hidden_tags:
+    if run.hidden_tags:
         advice += (
-            f" If the reward looks for {' or '.join(facts.hidden_tags)}: the text that it gets never has them; see "
+            f" If the reward looks for {' or '.join(run.hidden_tags)}: the text that it gets never has them; see "
             "environment.special_tokens and task.generation_prompt."
         )
     return f"{fact}, so there is {gradient}: {advice}"
 
 
-def _cut(facts: RunFacts, ratio: float) -> str:
+def _cut(run: RunView, ratio: float) -> str:
     fact = f"{_percent(ratio)} of the answers are cut at their length limit"
     longer = "raise generator.max_completion_tokens and model.max_length"
-    if (facts.truncated_at_first or 0.0) > MOSTLY_CUT:
+    if (run.truncated_at_first or 0.0) > MOSTLY_CUT:
         return (
             f"{fact}, since the first step: {longer}. If the answers go on after their end, the model does not end "
             "them with a token at which engines stop: use the chat template with which it was trained, or "

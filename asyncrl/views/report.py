@@ -36,12 +36,12 @@ from asyncrl.learner.records import (
 )
 from asyncrl.run_files import UNREADABLE, read
 from asyncrl.views.headline import Headline, headline
+from asyncrl.views.page_templates import TEMPLATES
 from asyncrl.views.report_panels import flow, learning, restart_marks
 from asyncrl.views.report_samples import shown_samples, some_samples
 from asyncrl.views.report_staleness import limit_to_draw, staleness
-from asyncrl.views.run_facts import Setting, facts_of_steps, setting_at
+from asyncrl.views.run_view import Setting, run_view, setting_at
 from asyncrl.views.samples import BANDS, SUBJECTS, facts
-from asyncrl.views.templates import TEMPLATES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,12 @@ class RunRecords:
     def headline(self) -> Headline | None:
         """The headline of the whole run."""
         failures = groups_by_reason(self.failures)
-        return headline(facts_of_steps(self.steps, setting=self.setting, failures=failures, recent=False))
+        return headline(run_view(self.steps, recent=False, setting=self.setting, failures=failures))
+
+    @property
+    def totals(self) -> Summary | None:
+        """The summary; for a run that goes on or failed, that of its records so far. None without a trained step."""
+        return self.summary or _summary_so_far(self)
 
 
 def read_run(path: Path, *, info: RunInfo | None = None) -> RunRecords:
@@ -120,7 +125,8 @@ def report_html(run: RunRecords) -> str:
     marks = restart_marks(run.info.resumed)
     return TEMPLATES.get_template("report.html.j2").render(
         run=run,
-        summary=run.summary or summary_so_far(run),
+        summary=run.totals,
+        headline=run.headline,
         learning=learning(run.steps, run.evals, marks=marks) if run.steps else [],
         flow=flow(run.steps, marks=marks) if run.steps else [],
         staleness=staleness(run.steps, limit=drawn_limit, marks=marks) if run.steps else [],
@@ -132,8 +138,7 @@ def report_html(run: RunRecords) -> str:
     )
 
 
-def summary_so_far(run: RunRecords) -> Summary | None:
-    """Returns the summary of the records so far, for a run that goes on or failed; None without a trained step."""
+def _summary_so_far(run: RunRecords) -> Summary | None:
     if not any(record.trained for record in run.steps):
         return None
     last = run.steps[-1]

@@ -1,7 +1,7 @@
 """Watches a run from outside its processes: from its records, and from its buffer's status while the buffer answers."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -10,8 +10,7 @@ from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import RunEnded, RunError
 from asyncrl.learner.records import EvalRecord, GrowingLines, RunInfo, StepRecord, read_config, read_info, read_lines
 from asyncrl.views.live import LiveView
-from asyncrl.views.live_from_records import live_view
-from asyncrl.views.run_facts import setting_at
+from asyncrl.views.run_view import RunView, run_view, setting_at
 
 NO_ANSWER = "the buffer does not answer"
 ENDING = "the run is ending"
@@ -48,27 +47,28 @@ def watch(
         ends = trained >= config.learner.total_steps or (
             last is not None and last.state not in (RunState.STARTING, RunState.RUNNING)
         )
-        yield live_view(
-            config,
+        yield LiveView(
+            config=config,
             phase=presence(status) if status is not None else ENDING if ends else absence(),
             elapsed_s=max(0.0, time.time() - started_s),
-            steps=records,
-            evals=evals.read(),
-            setting=setting,
-            status=status,
+            run=run_view(records, recent=True, evals=evals.read(), setting=setting, status=status),
         )
 
 
-def records_of(run_dir: Path, status: RunStatus) -> tuple[Sequence[StepRecord], Sequence[EvalRecord]]:
-    """Returns the records of the steps and evaluations of the run with this status; none if its directory is not here,
-    or is that of another run."""
+def view_since_start(run_dir: Path, status: RunStatus) -> RunView:
+    """Returns the view of the run with this status since its start. It has no records if the run's directory is not
+    here, or is that of another run."""
     try:
         here = _is_of(status, read_info(run_dir))
     except RunError:
         here = False
-    if not here:
-        return [], []
-    return read_lines(run_dir / "steps.jsonl", StepRecord), read_lines(run_dir / "evals.jsonl", EvalRecord)
+    return run_view(
+        read_lines(run_dir / "steps.jsonl", StepRecord) if here else [],
+        recent=False,
+        evals=read_lines(run_dir / "evals.jsonl", EvalRecord) if here else [],
+        setting=setting_at(run_dir),
+        status=status,
+    )
 
 
 def presence(status: RunStatus) -> str:

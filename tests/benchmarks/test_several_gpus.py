@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from gpu.several import STEPS, Check, Outcome, checks, recorded_problem, report
 
-from asyncrl.config.checks import check_config
 from asyncrl.config.load import load_config
+from asyncrl.config.rules import check_config
 
 
 @pytest.mark.parametrize("gpus", [0, *range(2, 9)])

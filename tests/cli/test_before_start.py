@@ -13,10 +13,9 @@ import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 from typer.testing import CliRunner
 
-from asyncrl.cli import before_start
-from asyncrl.cli.before_start import look, prepare
+from asyncrl.cli import preflight
 from asyncrl.cli.main import app
-from asyncrl.cli.options import checked_config
+from asyncrl.cli.preflight import checked_config, look, prepare
 from asyncrl.common.roles import Role
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
@@ -104,7 +103,7 @@ def said(config: Config) -> str:
 
 def test_built_in_parts_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     for trial in ("_try_scoring", "_try_loss", "_try_advantage"):
-        monkeypatch.setattr(before_start, trial, lambda config: pytest.fail("was tried"))
+        monkeypatch.setattr(preflight, trial, lambda config: pytest.fail("was tried"))
     assert look(settings()) == []
     assert prepare(settings()) is None, "prompts of a built-in environment are made while Ray starts"
 

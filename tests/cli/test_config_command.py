@@ -8,7 +8,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from asyncrl.cli import options, presence
+from asyncrl.cli import preflight
 from asyncrl.cli.main import app
 from asyncrl.config.load import load_config
 
@@ -39,7 +39,7 @@ def test_several_files_merge_left_to_right(tmp_path: Path) -> None:
 def test_every_shipped_config_is_ok_on_stdout_with_notes_on_stderr(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(file.parent))  # own_task.yaml names functions of own_task.py in the same folder
     monkeypatch.chdir(file.parents[1])  # paths in the files are relative to the repository
-    monkeypatch.setattr(presence, "_gpus", lambda config: [])  # some configurations need machines with GPUs
+    monkeypatch.setattr(preflight, "_gpus", lambda config: [])  # some configurations need machines with GPUs
     for name in load_config([file], []).environment.secrets:
         monkeypatch.setenv(name, "http://judge.example:8000/v1")
     result = runner.invoke(app, ["config", "check", "-c", str(file)])
@@ -130,8 +130,8 @@ def test_show_prints_and_marks_the_limits_that_follow_the_size_of_the_model(
     ]
     shown = yaml.safe_load(result.stdout)
     assert shown["learner"]["startup_timeout_s"] == 77.0
-    monkeypatch.setattr(options, "run_checks", lambda *_: [])  # the folder has no weights and no tokenizer
-    checked, _ = options.checked_config([{"model": {"path": str(tmp_path), "dtype": "bfloat16"}}], [], roles=())
+    monkeypatch.setattr(preflight, "run_checks", lambda *_: [])  # the folder has no weights and no tokenizer
+    checked, _ = preflight.checked_config([{"model": {"path": str(tmp_path), "dtype": "bfloat16"}}], [], roles=())
     assert checked.weights.load_timeout_s == shown["weights"]["load_timeout_s"]
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from asyncrl.cli import init, presence
+from asyncrl.cli import init, preflight
 from asyncrl.cli.gpu_checks import Gpu, Gpus
 from asyncrl.cli.main import app
-from asyncrl.cli.options import checked_config
+from asyncrl.cli.preflight import checked_config
 from asyncrl.config.load import load_config, parse_yaml
 from asyncrl.data.prompts import Task, split
 from asyncrl.demo.chat_tokenizer import build_chat_tokenizer
@@ -70,7 +70,7 @@ def test_on_a_machine_with_a_gpu_the_numbers_are_those_of_its_memory(
 
     make_model(tmp_path / "small")
     monkeypatch.setattr(init, "query_gpus", lambda: Gpus(driver="580", cuda="13.0", gpus=(GPU,)))
-    monkeypatch.setattr(presence, "_gpus", lambda config: [])  # this machine has none
+    monkeypatch.setattr(preflight, "_gpus", lambda config: [])  # this machine has none
     result = runner.invoke(app, ["init", "small", "sums.jsonl"])
     assert result.exit_code == 0, result.output
     assert "1 GPU" in result.stdout

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from asyncrl.cli import presence
+from asyncrl.cli import preflight
 from asyncrl.cli.main import app
-from asyncrl.cli.presence import check_presence
+from asyncrl.cli.preflight import check_presence
 from asyncrl.common.roles import Role
 from asyncrl.config.load import config_origins, load_config
 from asyncrl.data import light_tokenizer
@@ -293,19 +293,19 @@ def test_a_task_that_reasoning_gym_lacks_is_missed(override: str, says: str) -> 
 @pytest.mark.fault("F28")
 def test_gpus_that_cannot_come_are_refused_where_ray_is_to_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(presence, "_GPU_FILES", ("no-such-device",))
+    monkeypatch.setattr(preflight, "_GPU_FILES", ("no-such-device",))
     assert missing() == []
     wanted = ("generator.gpus=1", "learner.gpus=0.5", "critic={gpus: 1}")
     refused = ["generator.gpus = 1", "learner.gpus = 0.5", "critic.gpus = 1"]
     assert [line.partition(":")[0] for line in missing(*wanted)] == refused
     assert missing(*wanted, "ray.address='10.0.0.7:6379'") == []
     assert missing(*wanted, roles=[Role.LEARNER]) == [], "a learner joins a cluster, whose machines may have GPUs"
-    monkeypatch.setattr(presence, "_GPU_FILES", ("null",))
+    monkeypatch.setattr(preflight, "_GPU_FILES", ("null",))
     assert missing(*wanted) == [], "a container may have the device without nvidia-smi"
-    monkeypatch.setattr(presence, "_GPU_FILES", ("no-such-device",))
+    monkeypatch.setattr(preflight, "_GPU_FILES", ("no-such-device",))
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     assert missing(*wanted) == []
-    monkeypatch.setattr(presence, "_NVIDIA", "null")
+    monkeypatch.setattr(preflight, "_NVIDIA", "null")
     assert missing("generator.gpus=1") == []
     [line] = missing("generator.gpus=1", "generator.replicas=2", "learner.gpus=1")
     assert line.startswith(
@@ -342,7 +342,7 @@ def test_a_head_size_that_vllm_does_not_support_on_cpus_is_refused_there(
     [line] = missing(f"model.path={model}", "model.tiny=null", "model.max_length=16")
     assert f"model.path = {model}: its attention heads have 16 dimensions" in line
     assert "32, 64, 80" in line
-    monkeypatch.setattr(presence, "_GPU_FILES", ("null",))
+    monkeypatch.setattr(preflight, "_GPU_FILES", ("null",))
     assert missing(f"model.path={model}", "model.tiny=null", "model.max_length=16", "generator.gpus=1") == []
 
 

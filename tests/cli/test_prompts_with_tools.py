@@ -9,8 +9,8 @@ import pytest
 from transformers import Qwen3Config
 from typer.testing import CliRunner
 
-from asyncrl.cli.before_start import look, prepare
 from asyncrl.cli.main import app
+from asyncrl.cli.preflight import look, prepare
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.data.tokenizer import load_tokenizer, shown_prompt

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cli.before_start import check_restart
+from asyncrl.cli.preflight import check_restart
 from asyncrl.cli.restarts import EARLY_DEATHS, RESTART_MENDS
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import Config

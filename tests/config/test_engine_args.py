@@ -2,9 +2,9 @@
 
 import pytest
 
-from asyncrl.config.checks import check_config
 from asyncrl.config.engine_args import REFUSED, engine_arg_names, tool_parser_names
 from asyncrl.config.load import is_own, load_config
+from asyncrl.config.rules import check_config
 from asyncrl.errors import ConfigError
 
 needs_vllm = pytest.mark.skipif(not engine_arg_names(), reason="vLLM is not installed")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.checks import check_config
 from asyncrl.config.load import load_config
+from asyncrl.config.rules import check_config
 from asyncrl.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]

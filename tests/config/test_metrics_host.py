@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.config.metrics_host import check_metrics_host
+from asyncrl.config.rules import check_metrics_host
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import recipes
-from asyncrl.cli.presence import user_modules
+from asyncrl.cli.preflight import user_modules
 from asyncrl.common.roles import Role
 from asyncrl.config.import_path import resolve
 from asyncrl.config.load import dump_config, load_config

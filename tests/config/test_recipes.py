@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.checks import check_config, worst_case_group_bytes
 from asyncrl.config.load import load_config
+from asyncrl.config.row_bytes import worst_case_group_bytes
+from asyncrl.config.rules import check_config
 from asyncrl.config.schema import Config
 from asyncrl.environments.interfaces import build_reward
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.checks import check_config
 from asyncrl.config.load import parse_yaml
+from asyncrl.config.rules import check_config
 from asyncrl.config.schema import Config
 from asyncrl.config.starter import Facts, GpuNumbers, starter_yaml
 from asyncrl.errors import ConfigError

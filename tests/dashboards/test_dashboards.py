@@ -23,7 +23,7 @@ from queries import (
     variable_questions,
 )
 
-from asyncrl.metrics.catalogue import CATALOGUE, Feed, Kind, Metric, Role
+from asyncrl.metrics.catalogue import CATALOGUE, Kind, Metric, Role, ScrapedMetric
 
 QUESTIONS = [*panel_questions(), *annotation_questions(), *variable_questions(), *rule_questions()]
 DISCOVERED = {"run", "role", "replica", "instance"}
@@ -95,7 +95,7 @@ def test_what_moves_once_a_step_is_looked_at_over_the_range_of_steps() -> None:
     for question in panel_questions():
         for name, range_ in ranges(parsed(question.expr)):
             metric = SERIES.get(name)
-            if metric is None or metric.feed is Feed.SCRAPE:
+            if metric is None or isinstance(metric, ScrapedMetric):
                 continue
             stepwise = metric.roles == {Role.LEARNER} or name.startswith(with_steps)
             assert range_ == timedelta(minutes=5 if stepwise else 1), question

@@ -18,9 +18,8 @@ import yaml
 from typer.testing import CliRunner
 
 from asyncrl.cli.main import SUPERVISED, app
-from asyncrl.config.checks import check_config
 from asyncrl.config.load import load_config
-from asyncrl.config.metrics_host import check_metrics_host
+from asyncrl.config.rules import check_config, check_metrics_host
 from asyncrl.config.schema import Config
 from asyncrl.metrics.discovery import RAY
 from asyncrl.metrics.server import DISCOVERY_S

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from asyncrl.cli.presence import check_presence
+from asyncrl.cli.preflight import check_presence
 from asyncrl.common.roles import Role
-from asyncrl.config.checks import check_config
 from asyncrl.config.load import config_origins, load_config
+from asyncrl.config.rules import check_config
 
 pytestmark = pytest.mark.slow
 

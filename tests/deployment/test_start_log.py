@@ -5,10 +5,11 @@ import pytest
 from asyncrl.config.schema import Config
 from asyncrl.deployment.screen import StartLog
 from asyncrl.views.live import LiveView
+from asyncrl.views.run_view import RunView
 
 
 def view(phase: str, elapsed_s: float, *, step: int = 0) -> LiveView:
-    return LiveView(config=Config(), phase=phase, elapsed_s=elapsed_s, step=step)
+    return LiveView(config=Config(), phase=phase, elapsed_s=elapsed_s, run=RunView(step=step))
 
 
 def logged(views: list[LiveView], caplog: pytest.LogCaptureFixture) -> list[str]:

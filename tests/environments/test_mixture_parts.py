@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.checks import check_config
 from asyncrl.config.parts import environment_name, part_configs
+from asyncrl.config.rules import check_config
 from asyncrl.config.schema import Config
 from asyncrl.data.left_out import LeftOutRow
 from asyncrl.data.prompts import Task

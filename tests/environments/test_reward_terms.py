@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.checks import check_config
+from asyncrl.config.rules import check_config
 from asyncrl.config.schema import Config, EnvironmentSection
 from asyncrl.data.prompts import Task
 from asyncrl.environments.group_scoring import GroupScoring

@@ -16,8 +16,8 @@ import pytest
 from mcp import MCPError
 from mcp_types import CallToolResult, ListToolsResult, TextContent, Tool
 
-from asyncrl.config.checks import check_config
 from asyncrl.config.load import load_config
+from asyncrl.config.rules import check_config
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
 from asyncrl.environments import tools

@@ -14,8 +14,8 @@ from pool import LengthScorer, Tokenizer, manifest_of
 from asyncrl.algorithms.advantages import resolve_estimator
 from asyncrl.buffer.records import Lease, LeasedGroup, Ticket
 from asyncrl.common.version import Version
-from asyncrl.config.checks import bytes_per_token, worst_case_group_bytes
 from asyncrl.config.load import load_config
+from asyncrl.config.row_bytes import bytes_per_token, worst_case_group_bytes
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.data.specs import GENERATED_FIELDS, SUPPORT

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from asyncrl.config.checks import check_config
 from asyncrl.config.load import load_config
+from asyncrl.config.rules import check_config
 from asyncrl.errors import ConfigError
 from asyncrl.generation.vllm_arguments import (
     CPU,

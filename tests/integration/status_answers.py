@@ -17,13 +17,15 @@ def answer(run: str) -> str:
     from asyncrl.coordinator.coordinator import Coordinator
     from asyncrl.deployment.shared_actors import find_run
     from asyncrl.errors import RunError
-    from asyncrl.views.status import status_json
+    from asyncrl.views.run_view import run_view
+    from asyncrl.views.status_text import status_json
 
     try:
         status = asyncio.run(find_run(run).call(Coordinator.status))
     except RunError:
         return "{}"
-    return json.dumps(json.loads(status_json(status, now=datetime.now(UTC))))
+    view = run_view([], recent=False, status=status)
+    return json.dumps(json.loads(status_json(status, view, now=datetime.now(UTC))))
 
 
 def main() -> None:

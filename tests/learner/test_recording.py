@@ -26,10 +26,8 @@ from asyncrl.learner.records import StepRecord, build_summary
 from asyncrl.metrics.catalogue import CATALOGUE, Kind, Role
 from asyncrl.metrics.numbers import AGENT_NUMBERS, GAUGES, NUMBERS
 from asyncrl.metrics.recorders import LearnerMetrics
-from asyncrl.views.live import LiveView
-from asyncrl.views.live_from_records import REWARDS, live_view
 from asyncrl.views.report import read_run, write_report
-from asyncrl.views.run_facts import Setting
+from asyncrl.views.run_view import REWARDS, RunView, run_view, setting_of
 
 
 @pytest.mark.asyncio
@@ -346,10 +344,8 @@ async def test_the_live_view_counts_versions_and_not_records() -> None:
     scene.trainer.answers = [skipped(), trained(), trained(), skipped(), skipped()]
     await scene.run()
 
-    def view_of(steps: Sequence[StepRecord]) -> LiveView:
-        return live_view(
-            scene.config, phase="training", elapsed_s=9, steps=steps, evals=[], setting=Setting(), failures={}
-        )
+    def view_of(steps: Sequence[StepRecord]) -> RunView:
+        return run_view(steps, recent=True, setting=setting_of(scene.config, cores=None))
 
     def view_after(records: int) -> tuple[int, int | None]:
         view = view_of(scene.log.steps[:records])
@@ -377,7 +373,7 @@ async def test_the_live_view_of_many_steps_has_some_of_their_rewards_and_the_new
         msgspec.structs.replace(record, step=step, wall_s=float(step), reward_mean=float(step))
         for step in range(10 * REWARDS)
     ]
-    view = live_view(scene.config, phase="training", elapsed_s=9, steps=steps, evals=[], setting=Setting(), failures={})
+    view = run_view(steps, recent=True)
     assert len(view.rewards) <= REWARDS
     assert (view.rewards[-1], view.step) == (10 * REWARDS - 1, 10 * REWARDS)
     assert view.rewards == sorted(view.rewards)

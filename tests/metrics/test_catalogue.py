@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.config.load import load_config
 from asyncrl.metrics import catalogue, docs
-from asyncrl.metrics.catalogue import CATALOGUE, SECONDS, Feed, Kind, Metric
+from asyncrl.metrics.catalogue import CATALOGUE, SECONDS, Kind, Metric, ScrapedMetric
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
 
@@ -37,6 +37,14 @@ def test_names_are_unique() -> None:
     assert len(set(names)) == len(names)
 
 
+def test_an_attribute_has_the_name_of_its_metric_without_the_prefix() -> None:
+    groups = [each for each in vars(catalogue).values() if isinstance(each, type)]
+    attributes = [(name, value) for group in groups for name, value in vars(group).items() if isinstance(value, Metric)]
+    assert [f"asyncrl_{name}" for name, _ in attributes] == [metric.name for _, metric in attributes]
+    numbers = [metric.name for metric in catalogue.Learner.numbers.values()]
+    assert sorted([*numbers, *(metric.name for _, metric in attributes)]) == sorted(each.name for each in CATALOGUE)
+
+
 def test_units_in_names_are_those_declared() -> None:
     for metric in CATALOGUE:
         for suffix in ("seconds", "bytes", "versions", "nats", "ratio"):
@@ -46,7 +54,7 @@ def test_units_in_names_are_those_declared() -> None:
 
 def test_scraped_metrics_are_counters_with_one_closed_label() -> None:
     for metric in CATALOGUE:
-        if metric.feed is Feed.SCRAPE:
+        if isinstance(metric, ScrapedMetric):
             assert metric.kind is Kind.COUNTER
             (values,) = metric.labels.values()
             assert values

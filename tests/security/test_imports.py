@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.checks import check_config
 from asyncrl.config.import_path import call_with_options, malformed, resolve
+from asyncrl.config.rules import check_config
 from asyncrl.config.schema import Config, EnvironmentSection
 from asyncrl.environments.interfaces import build_environment, build_reward, build_tasks
 from asyncrl.errors import ConfigError

@@ -13,10 +13,12 @@ from typer.testing import CliRunner
 
 from asyncrl.cli.main import app
 from asyncrl.config.schema import Config
+from asyncrl.learner.records import EvalRecord
 from asyncrl.views.compare import compare_html, read_compared
 from asyncrl.views.console import ShownConsole
 from asyncrl.views.live import LiveDisplay, LiveView, render
 from asyncrl.views.report import read_run, report_html
+from asyncrl.views.run_view import RunView
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 TEXTS = hostile_texts(500)
@@ -91,12 +93,17 @@ def test_the_live_view_writes_no_control_character_but_its_own(terminal: bool, c
             config=Config(),
             phase=text,
             elapsed_s=1,
-            step=3,
-            rewards=[0.5],
-            heldout={text: [0.5, 0.6]},
-            activity=text,
-            buffer_groups={text: 1},
-            learner_shares={text: 1.0},
+            run=RunView(
+                step=3,
+                rewards=[0.5],
+                evals=[
+                    EvalRecord(name=text, version=0, wall_s=1, prompts=1, reward_mean=reward) for reward in (0.5, 0.6)
+                ],
+                learner_activity=text,
+                quiet_s=1.0,
+                buffer_groups={text: 1},
+                learner_shares={text: 1.0},
+            ),
         )
         console = ShownConsole(force_terminal=terminal, width=500, no_color=True, legacy_windows=False)
         with LiveDisplay(console, every_steps=1) as display:

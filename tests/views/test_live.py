@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from asyncrl.config.schema import Config
+from asyncrl.learner.records import EvalRecord
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.views import live
-from asyncrl.views.headline import Concern, Headline
 from asyncrl.views.live import (
     LiveDisplay,
     LiveView,
@@ -24,17 +24,22 @@ from asyncrl.views.live import (
     share_bar,
     sparkline,
 )
+from asyncrl.views.run_view import RunView
+
+EVALS = [
+    EvalRecord(name=name, version=version, wall_s=1, prompts=8, reward_mean=reward)
+    for name, version, reward in (("heldout", 0, 0.38), ("sums", 0, 0.25), ("sums", 40, 0.5))
+]
 
 
-def view(step: int = 80, **changed: Any) -> LiveView:
+def view(
+    step: int = 80, *, config: Config | None = None, phase: str = "training", elapsed_s: float = 75.0, **changed: Any
+) -> LiveView:
     fields: dict[str, Any] = {
-        "config": Config(),
-        "phase": "training",
-        "elapsed_s": 75.0,
         "step": step,
         "eta_s": 62.0,
         "rewards": (0.4, 0.5, 0.625),
-        "heldout": {"heldout": (0.38,), "sums": (0.25, 0.5)},
+        "evals": EVALS,
         "oldest_token_versions": 1,
         "ess_ratio": 0.967,
         "samples_per_s": 213.0,
@@ -42,9 +47,8 @@ def view(step: int = 80, **changed: Any) -> LiveView:
         "buffer_groups": {"reserved": 16, "ready": 9, "leased": 16},
         "learner_shares": {"waiting_for_groups": 0.3, "forward_backward": 0.7},
         "generator_shares": {"generating": 0.9, "blocked_on_staleness": 0.1},
-        "headline": Headline(concern=Concern.BOTTLENECK, sentence="The learner waits for groups 30 % of the time."),
     }
-    return LiveView(**(fields | changed))
+    return LiveView(config=config or Config(), phase=phase, elapsed_s=elapsed_s, run=RunView(**(fields | changed)))
 
 
 SHORT = Config.model_validate({"learner": {"total_steps": 25}})
@@ -80,18 +84,22 @@ def test_start_up_shows_its_phase_and_nothing_that_is_not_known() -> None:
     assert phase_line(STARTING) == "loading the model (8.0 s)"
 
 
-FLAT = Headline(concern=Concern.NO_GRADIENT, sentence="In 100 % of the groups all rewards are equal.")
-FAILING = Headline(concern=Concern.FAILURES, sentence="49 % of the groups failed.")
+FLAT = {"equal_rewards_ratio": 1.0}
+FAILING = {"groups": {"trained": 51, "failed": 49}}
 
 
 def test_a_headline_is_shown_before_the_first_step_too() -> None:
-    assert FLAT.sentence in shown(view(0, headline=FLAT))
+    assert "In 100 % of the groups of the last step all rewards are equal" in shown(view(0, **FLAT))
 
 
 def test_without_a_terminal_each_warning_is_printed_once_and_a_bottleneck_never() -> None:
-    views = [view(11), view(12, headline=FLAT), view(13, headline=FAILING), view(14, headline=FLAT)]
+    views = [view(11), view(12, **FLAT), view(13, **FAILING), view(14, **FLAT)]
     warnings = [line for line in plain(10, views) if "rewards are equal" in line or "failed" in line]
-    assert warnings == [f"warning: {FLAT.sentence}", f"warning: {FAILING.sentence}"]
+    flat, failing = views[1].headline, views[2].headline
+    assert flat is not None
+    assert failing is not None
+    assert failing.sentence.startswith("49 % of the groups failed")
+    assert warnings == [f"warning: {flat.sentence}", f"warning: {failing.sentence}"]
     assert not any("waits for groups" in line for line in plain(10, views))
 
 
@@ -123,7 +131,7 @@ class Terminal(io.StringIO):
 
 
 def test_the_first_step_needs_no_optional_number() -> None:
-    bare = LiveView(config=Config(), phase="training", elapsed_s=9.0, step=1)
+    bare = LiveView(config=Config(), phase="training", elapsed_s=9.0, run=RunView(step=1))
     assert "1 of 200" in shown(bare)
     assert plain_line(bare) == "step 1/200, reward –"
 

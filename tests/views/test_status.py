@@ -1,5 +1,6 @@
 """`asyncrl status`: every line names its subject, and the learner is shown as training only when it trains."""
 
+from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -13,19 +14,23 @@ from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import FailureClass
-from asyncrl.learner.records import EvalRecord
-from asyncrl.views import status as views
-from asyncrl.views.status import since_start
+from asyncrl.learner.records import EvalRecord, StepRecord
+from asyncrl.views import status_text
+from asyncrl.views.run_view import RunView, run_view
 
 NOW = datetime(2026, 11, 23, 8, 7, 31, tzinfo=timezone(timedelta(hours=2)))
 
 
-def status_lines(status: RunStatus, **known: Any) -> list[str]:
-    return views.status_lines(status, now=NOW, **known)
+def since_start(status: RunStatus, steps: Sequence[StepRecord] = (), evals: Sequence[EvalRecord] = ()) -> RunView:
+    return run_view(steps, recent=False, evals=evals, status=status)
 
 
-def status_json(status: RunStatus, **known: Any) -> bytes:
-    return views.status_json(status, now=NOW, **known)
+def status_lines(status: RunStatus, **records: Any) -> list[str]:
+    return status_text.status_lines(status, since_start(status, **records), now=NOW)
+
+
+def status_json(status: RunStatus, **records: Any) -> bytes:
+    return status_text.status_json(status, since_start(status, **records), now=NOW)
 
 
 def test_a_status_says_when_it_was_read() -> None:

@@ -26,7 +26,7 @@ from asyncrl.errors import FailureClass, RunEnded, RunError
 from asyncrl.learner.records import EvalRecord, RunInfo, StepRecord
 from asyncrl.views import live, watch
 from asyncrl.views.live import LiveView, render
-from asyncrl.views.watch import presence, records_of
+from asyncrl.views.watch import presence, view_since_start
 
 
 def nonce_of(run: Path) -> str:
@@ -70,14 +70,16 @@ def test_a_view_has_the_steps_so_far_and_the_present_answer_of_the_buffer(run: P
     first = next(views)
     append(run, make_step(3), make_step(4, ess_ratio=0.5))
     second = next(views)
-    assert (first.step, second.step) == (3, 5)
-    assert list(second.rewards) == [make_step(step).reward_mean for step in range(5)]
-    assert second.heldout == {"heldout": [0.25]}
-    assert (first.ess_ratio, second.ess_ratio) == (0.95, 0.5)
-    assert second.buffer_groups == {"reserved": 2, "ready": 1, "leased": 0}, "the buffer's, not the last record's"
-    assert (second.published_version, second.replica_versions) == (5, {"generator-a": 3})
-    assert second.samples_per_s == pytest.approx(128.0), "one step a second"
-    assert second.learner_shares == pytest.approx({"waiting_for_groups": 0.25, "forward_backward": 0.5, "other": 0.25})
+    assert (first.run.step, second.run.step) == (3, 5)
+    assert list(second.run.rewards) == [make_step(step).reward_mean for step in range(5)]
+    assert second.run.heldout == {"heldout": [(0, 0.25)]}
+    assert (first.run.ess_ratio, second.run.ess_ratio) == (0.95, 0.5)
+    assert second.run.buffer_groups == {"reserved": 2, "ready": 1, "leased": 0}, "the buffer's, not the last record's"
+    assert (second.run.published_version, second.run.replica_versions) == (5, {"generator-a": 3})
+    assert second.run.samples_per_s == pytest.approx(128.0), "one step a second"
+    assert second.run.learner_shares == pytest.approx(
+        {"waiting_for_groups": 0.25, "forward_backward": 0.5, "other": 0.25}
+    )
     text = shown(second)
     assert "learner trains, last progress 1 min 15 s ago" in text
     assert "published 5; 1 replica at 3" in text
@@ -90,13 +92,13 @@ def test_a_line_that_is_still_being_written_is_read_when_it_is_complete(run: Pat
     for part, step in ((line[:40], 3), (line[40:], 4), (b"", 4)):
         with (run / "steps.jsonl").open("ab") as file:
             file.write(part)
-        assert next(views).step == step
+        assert next(views).run.step == step
 
 
 def test_without_an_answer_of_the_buffer_the_records_are_shown_and_the_view_says_so(run: Path) -> None:
     view = next(watch.watch(run, ask=lambda: None))
-    assert (view.phase, view.step, view.activity) == ("the buffer does not answer", 3, None)
-    assert view.buffer_groups == {"reserved": 16, "ready": 5, "leased": 0}
+    assert (view.phase, view.run.step, view.run.learner_activity) == ("the buffer does not answer", 3, None)
+    assert view.run.buffer_groups == {"reserved": 16, "ready": 5, "leased": 0}
 
 
 def test_a_replica_without_heartbeats_and_a_missing_learner_are_named(run: Path) -> None:
@@ -127,10 +129,11 @@ def test_groups_that_fail_before_the_first_step_are_warned_of(tmp_path: Path) ->
 def test_the_numbers_of_another_run_of_the_same_name_are_not_shown(run: Path) -> None:
     with pytest.raises(RunError, match="is not the run of"):
         next(watch.watch(run, ask=make_status))
-    assert records_of(run, make_status()) == ([], [])
-    steps, evals = records_of(run, status_of(run))
-    assert (len(steps), [record.version for record in evals]) == (3, [0])
-    assert records_of(run / "nowhere", status_of(run)) == ([], [])
+    for directory, status in ((run, make_status()), (run / "nowhere", status_of(run))):
+        other = view_since_start(directory, status)
+        assert (other.steps_trained, [*other.evals]) == (None, [])
+    own = view_since_start(run, status_of(run))
+    assert (own.steps_trained, [record.version for record in own.evals]) == (3, [0])
 
 
 def test_a_run_whose_directory_another_run_has_taken_has_ended(run: Path) -> None:

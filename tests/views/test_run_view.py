@@ -1,16 +1,16 @@
-"""The facts of a headline: the steps that they cover, and whether this machine has a free core."""
+"""The facts that views show: the steps that they cover, and whether this machine has a free core."""
 
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from made_up_run import make_step
+from made_up_run import make_status, make_step
 from written_runs import write_run
 
 from asyncrl.config.schema import Config
-from asyncrl.learner.records import DataRecord
-from asyncrl.views.run_facts import RECENT_STEPS, Setting, facts_of_steps, setting_at, setting_of, usable_cores
+from asyncrl.learner.records import DataRecord, EvalRecord
+from asyncrl.views.run_view import RECENT_STEPS, Setting, run_view, setting_at, setting_of, usable_cores
 
 
 def config(**sections: Any) -> Config:
@@ -65,13 +65,13 @@ def equal_at_the_end(steps: int) -> list[Any]:
 
 def test_a_live_view_is_of_the_last_steps_and_a_report_of_all() -> None:
     steps = equal_at_the_end(60)
-    live = facts_of_steps(steps, setting=Setting(), failures={}, recent=True)
-    whole = facts_of_steps(steps, setting=Setting(), failures={}, recent=False)
+    live = run_view(steps, recent=True)
+    whole = run_view(steps, recent=False)
     assert (live.groups["trained"], live.groups["failed"]) == (60, 20)
     assert (whole.groups["trained"], whole.groups["failed"]) == (180, 20)
     assert live.equal_rewards_ratio == whole.equal_rewards_ratio == 1.0, "both cover the last steps only"
-    assert live.equal_rewards_steps == RECENT_STEPS
-    short = facts_of_steps(steps[-3:], setting=Setting(), failures={}, recent=True)
+    assert live.recent_trained_steps == RECENT_STEPS
+    short = run_view(steps[-3:], recent=True)
     assert short.groups == steps[-1].ledger_groups, "with few steps, all groups since the start count"
 
 
@@ -93,29 +93,29 @@ def test_rewards_are_the_highest_if_their_mean_is_near_the_highest_of_the_run(
 ) -> None:
     first = make_step(0, reward_min=lowest, reward_max=highest, reward_mean=lowest)
     last = [make_step(step, reward_min=now, reward_max=now, reward_mean=now) for step in range(1, RECENT_STEPS + 1)]
-    facts = facts_of_steps([first, *last], setting=Setting(), failures={}, recent=True)
+    facts = run_view([first, *last], recent=True)
     assert facts.at_highest_reward == found
 
 
 def test_the_share_of_samples_without_a_reward_is_that_of_the_last_trained_steps() -> None:
     shares = [make_step(step, diagnostics={"failed_samples_ratio": step / 4}) for step in range(3)]
-    facts = facts_of_steps(shares, setting=Setting(), failures={}, recent=True)
+    facts = run_view(shares, recent=True)
     assert facts.failed_samples_ratio == 0.25
-    assert facts_of_steps([make_step(0)], setting=Setting(), failures={}, recent=True).failed_samples_ratio is None
+    assert run_view([make_step(0)], recent=True).failed_samples_ratio is None
 
 
 def test_the_share_of_cut_answers_is_that_of_the_last_steps_beside_that_of_the_first() -> None:
     steps = [make_step(step, truncated_ratio=ratio) for step, ratio in enumerate([1.0, *[0.5] * RECENT_STEPS])]
-    facts = facts_of_steps(steps, setting=Setting(hidden_tags=("<a>",)), failures={}, recent=True)
-    assert (facts.truncated_ratio, facts.truncated_at_first, facts.hidden_tags) == (0.5, 1.0, ("<a>",))
+    facts = run_view(steps, setting=Setting(hidden_tags=("<a>",)), recent=True)
+    assert (facts.recent_truncated_ratio, facts.truncated_at_first, facts.hidden_tags) == (0.5, 1.0, ("<a>",))
 
 
 def test_equal_rewards_are_unknown_where_they_teach_and_skipped_steps_are_left_out() -> None:
     steps = [make_step(0), make_step(1, trained=False, zero_variance_ratio=1.0)]
-    facts = facts_of_steps(steps, setting=Setting(), failures={}, recent=True)
+    facts = run_view(steps, recent=True)
     assert (facts.equal_rewards_ratio, facts.steps_trained, facts.steps_skipped) == (0.25, 1, 1)
-    assert facts_of_steps(steps, setting=Setting(equal_rewards_teach=True), failures={}, recent=True) != facts
-    assert facts_of_steps([], setting=Setting(room=False), failures={"x": 1}, recent=True).failures == {"x": 1}
+    assert run_view(steps, setting=Setting(equal_rewards_teach=True), recent=True) != facts
+    assert run_view([], setting=Setting(room=False), failures={"x": 1}, recent=True).failures == {"x": 1}
 
 
 def test_the_setting_of_a_run_here_knows_its_cores_and_that_of_a_strange_folder_nothing(tmp_path: Path) -> None:
@@ -129,3 +129,26 @@ def test_the_setting_of_a_run_here_knows_its_cores_and_that_of_a_strange_folder_
     info = run / "run.json"
     info.write_text(info.read_text().replace('"host": "', '"host": "not-'))
     assert setting_at(run).room is None
+
+
+def test_skipped_steps_count_in_what_is_shown_of_the_last_steps_and_not_in_what_the_headline_judges() -> None:
+    skipped = {"trained": False, "truncated_ratio": 1.0, "zero_variance_ratio": 1.0, "ess_ratio": 0.1}
+    view = run_view([make_step(0, truncated_ratio=0.0, zero_variance_ratio=0.0), make_step(1, **skipped)], recent=True)
+    assert (view.truncated_ratio, view.zero_variance_ratio, view.ess_ratio) == (0.5, 0.5, 0.1)
+    assert (view.recent_truncated_ratio, view.equal_rewards_ratio, view.recent_ess_ratio) == (0.0, 0.0, 0.95)
+
+
+def test_a_held_out_set_keeps_its_place_and_evaluations_without_a_reward_are_left_out() -> None:
+    evals = [
+        EvalRecord(name=name, version=version, wall_s=1, prompts=8, reward_mean=reward)
+        for name, version, reward in (("a", 0, None), ("b", 0, 0.5), ("c", 0, None), ("a", 4, 0.25))
+    ]
+    assert list(run_view([], recent=False, evals=evals).heldout.items()) == [("a", [(4, 0.25)]), ("b", [(0, 0.5)])]
+
+
+def test_the_status_has_the_shares_of_time_since_the_start_and_the_records_those_of_the_last_steps() -> None:
+    status = make_status(learner_state_seconds={"waiting_for_groups": 6.0, "optimizer": 4.0})
+    steps = [make_step(0), make_step(1)]
+    assert run_view(steps, recent=False, status=status).learner_shares == {"waiting_for_groups": 0.6, "optimizer": 0.4}
+    assert run_view(steps, recent=True, status=status).learner_shares == run_view(steps, recent=True).learner_shares
+    assert run_view([], recent=True, status=status).learner_shares is None

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.checks import check_config, worst_case_group_bytes
 from asyncrl.config.import_path import BUILT_IN_NAMES
 from asyncrl.config.load import load_config
+from asyncrl.config.row_bytes import worst_case_group_bytes
+from asyncrl.config.rules import check_config
 from asyncrl.config.schema import Config
 from asyncrl.data.specs import BRANCH, SUPPORT
 from asyncrl.errors import ConfigError

@@ -1,0 +1,31 @@
+"""The sizes of rows: a reserve books the largest possible size of a group, and a commit has its real size."""
+
+from asyncrl.config.schema import Config
+
+BYTES_PER_TOKEN = 24
+"""Bytes of a row for each token: token id and weight version (int64), behaviour log-prob and mask (float32)."""
+BYTES_PER_SUPPORT_TOKEN = 4
+"""Bytes of a row for each token of a token's support (`generator.top_k`): its id, int32."""
+BYTES_PER_BRANCH_ID = 4
+"""Bytes of a row for each token with `environment.max_branches` above 1: the number of its branch, int32."""
+BYTES_PER_ROW = 8
+"""Bytes of a row in addition to its tokens: the length, int64."""
+
+
+def worst_case_group_bytes(config: Config) -> int:
+    """Returns the size of the rows of the largest possible group, bytes.
+
+    A reserve books this size, because the real size of the group is known only when it is committed.
+    """
+    return config.learner.group_size * (row_tokens(config) * bytes_per_token(config) + BYTES_PER_ROW)
+
+
+def row_tokens(config: Config) -> int:
+    """Returns the number of tokens of the longest possible row: those of all branches of an episode."""
+    return config.model.max_length * config.most_branches
+
+
+def bytes_per_token(config: Config) -> int:
+    """Returns the bytes of a row for each token. All tokens of a row take the same: those of the prompt too."""
+    of_branches = BYTES_PER_BRANCH_ID if config.most_branches > 1 else 0
+    return BYTES_PER_TOKEN + of_branches + (config.generator.top_k or 0) * BYTES_PER_SUPPORT_TOKEN

@@ -1,0 +1,337 @@
+"""Gathers the facts of a run that its views show, from its records and, while it lives, from its buffer's status.
+
+`run_view` gathers them in one place. The live view, `asyncrl status`, the report and the headline show parts of its
+result. Totals of the whole run, which the last lines of a run and `asyncrl compare` show, are in the run's summary.
+"""
+
+import math
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from asyncrl.algorithms.baselines import GROUP_BASELINES, Outcome, resolve_advantage
+from asyncrl.algorithms.presets import advantage_of
+from asyncrl.common.roles import Role, RunState
+from asyncrl.config.schema import Config
+from asyncrl.coordinator.registry import mean_states
+from asyncrl.coordinator.status import RunStatus
+from asyncrl.errors import ConfigError, RunError
+from asyncrl.learner.records import (
+    EvalRecord,
+    StepRecord,
+    ess_of_steps,
+    groups_by_reason,
+    known_data,
+    largest,
+    mean,
+    read_config,
+    read_info,
+    running_s,
+    shares_of,
+    state_shares,
+)
+from asyncrl.metrics.numbers import AGENT_NUMBERS
+
+RECENT_STEPS = 20
+"""The live view covers this many last steps. In all views, the share of groups with equal rewards covers them too."""
+NEAR_HIGHEST = 0.1
+"""A mean reward that is below the highest one by at most this share of the range of rewards counts as the highest."""
+REWARDS = 500
+"""A view has at most this many rewards: the live view is made twice a second, also in a run with many steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Facts about a run that do not change.
+
+    `total_steps` is `learner.total_steps`. `equal_rewards_teach` is whether the algorithm has a gradient when all
+    rewards of a group are equal. `room` is whether a core is free for another process. `hidden_tags` are tags that
+    answers never have. The defaults are for a run whose configuration is not known: a group baseline, on an unknown
+    machine.
+    """
+
+    total_steps: int | None = None
+    equal_rewards_teach: bool = False
+    room: bool | None = None
+    hidden_tags: tuple[str, ...] = ()
+
+
+class HeldoutReward(NamedTuple):
+    """The mean reward of a held-out evaluation, and the version of the weights that were evaluated."""
+
+    version: int
+    reward: float
+
+
+class Episodes(NamedTuple):
+    """Means over the episodes of agents in a step."""
+
+    turns: float
+    tool_calls: float
+    failed_tool_calls: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """The facts of a run at one moment. None and empty values mean that a fact is not known.
+
+    A view covers the last `RECENT_STEPS` steps (the live view) or all steps (`asyncrl status`, the report): the
+    `groups`, the parity and the shares of time are of the steps that it covers. The other facts are the same in both:
+
+    - Of the last `RECENT_STEPS` steps: the speeds, without the time in which the run was started again, and the time
+      that is left (`eta_s`). Skipped steps count, because they take time too. `completion_tokens_mean`,
+      `truncated_ratio` (answers that were cut at their length limit) and `zero_variance_ratio` (groups whose rewards
+      are all equal) are also of these steps.
+    - Of the trained ones among these, of which there are `recent_trained_steps`: `equal_rewards_ratio`, which is None
+      when the algorithm has a gradient with equal rewards too; `recent_truncated_ratio`; `recent_ess_ratio` (effective
+      sample size); and `failed_samples_ratio`, the share of samples that are left out because their reward failed.
+      `at_highest_reward` is the highest reward that the run has seen, if their mean reward is about as high; else None.
+    - Of the last step: `ess_ratio`, `episodes`, and `step`, the number of trained steps up to and with it.
+      `oldest_token_versions` is the largest staleness of a token in the last trained step.
+    - Of all steps: their numbers, their mean and lowest effective sample size, `rewards` (the mean rewards, oldest
+      first; of many steps, some of them) and `evals` (all held-out evaluations). `truncated_at_first` is the
+      `truncated_ratio` of the first step.
+
+    `groups` maps fates to numbers of groups, `buffer_groups` the states of the buffer's slots. `failures` is the number
+    of failed groups by reason. `replica_versions` maps each replica to the step of its weights. `learner_activity` is
+    what the learner does at this moment, and `quiet_s` the time since the run's last progress. `learner_shares` and
+    `generator_shares` map states to shares of time, which add up to 1. `hidden_tags` and `room` are as in `Setting`.
+    """
+
+    step: int = 0
+    eta_s: float | None = None
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    steps_trained: int | None = None
+    steps_skipped: int | None = None
+
+    rewards: Sequence[float] = ()
+    evals: Sequence[EvalRecord] = ()
+    at_highest_reward: float | None = None
+    zero_variance_ratio: float | None = None
+    equal_rewards_ratio: float | None = None
+    recent_trained_steps: int = 1
+    failed_samples_ratio: float | None = None
+    episodes: Episodes | None = None
+
+    completion_tokens_mean: float | None = None
+    truncated_ratio: float | None = None
+    recent_truncated_ratio: float | None = None
+    truncated_at_first: float | None = None
+    hidden_tags: tuple[str, ...] = ()
+
+    oldest_token_versions: int | None = None
+    ess_ratio: float | None = None
+    recent_ess_ratio: float | None = None
+    ess_ratio_mean: float | None = None
+    ess_ratio_lowest: float | None = None
+    parity_ratio: float | None = None
+    parity_nats: float | None = None
+
+    groups: Mapping[str, float] = field(default_factory=dict)
+    failures: Mapping[str, int] = field(default_factory=dict)
+    buffer_groups: Mapping[str, int] | None = None
+
+    published_version: int | None = None
+    replica_versions: Mapping[str, int] = field(default_factory=dict)
+    learner_activity: str | None = None
+    quiet_s: float | None = None
+    learner_shares: Mapping[str, float] | None = None
+    generator_shares: Mapping[str, float] | None = None
+    room: bool | None = None
+
+    @property
+    def heldout(self) -> dict[str, list[HeldoutReward]]:
+        """The evaluations of each held-out set that have a reward, in order."""
+        found: dict[str, list[HeldoutReward]] = {record.name: [] for record in self.evals}
+        for record in self.evals:
+            if record.reward_mean is not None:
+                found[record.name].append(HeldoutReward(record.version, record.reward_mean))
+        return {name: rewards for name, rewards in found.items() if rewards}
+
+
+def run_view(
+    steps: Sequence[StepRecord],
+    *,
+    recent: bool,
+    evals: Sequence[EvalRecord] = (),
+    setting: Setting | None = None,
+    failures: Mapping[str, int] | None = None,
+    status: RunStatus | None = None,
+) -> RunView:
+    """Returns the view of the run with these records. It covers the last `RECENT_STEPS` steps if `recent`, else all.
+
+    `failures` is the number of failed groups by reason. With the buffer's `status`, the failures, the groups in the
+    buffer and the versions come from it; and, unless `recent`, the shares of time, because the buffer knows them also
+    before the first step and after the last one.
+    """
+    known = setting or Setting()
+    view = RunView(evals=evals, failures=failures or {}, hidden_tags=known.hidden_tags, room=known.room)
+    if steps:
+        view = _with_last_steps(view, steps, known)
+        view = _with_all_steps(view, steps)
+        view = _with_covered_steps(view, steps, covered=steps[-RECENT_STEPS:] if recent else steps)
+    if status is None:
+        return view
+    view = _with_status(view, status)
+    if recent and steps:
+        return view
+    view = replace(view, groups={fate.value: amount.groups for fate, amount in status.account.fates.items()})
+    return view if recent else _with_shares_since_start(view, status)
+
+
+def _with_last_steps(view: RunView, steps: Sequence[StepRecord], setting: Setting) -> RunView:
+    """Adds the facts of the last steps, which every view shows as the run's present state.
+
+    The share of groups with equal rewards changes during a run: a run that has learned its task ends with equal
+    rewards.
+    """
+    recent, last = steps[-RECENT_STEPS:], steps[-1]
+    trained = [record for record in recent if record.trained]
+    span_s, done = running_s(recent), last.version_after - recent[0].version_after
+    left = None if setting.total_steps is None else setting.total_steps - last.version_after
+    equal = None if setting.equal_rewards_teach else mean([record.zero_variance_ratio for record in trained])
+    return replace(
+        view,
+        step=last.version_after,
+        eta_s=left * span_s / done if left is not None and done else None,
+        samples_per_s=sum(record.trained_samples for record in recent[1:]) / span_s if done else None,
+        tokens_per_s=sum(record.trained_tokens for record in recent[1:]) / span_s if done else None,
+        zero_variance_ratio=mean([record.zero_variance_ratio for record in recent]),
+        completion_tokens_mean=mean([record.completion_tokens_mean for record in recent]),
+        truncated_ratio=mean([record.truncated_ratio for record in recent]),
+        recent_trained_steps=len(trained),
+        equal_rewards_ratio=equal,
+        at_highest_reward=_at_highest(steps, trained),
+        recent_truncated_ratio=mean([record.truncated_ratio for record in trained]),
+        recent_ess_ratio=mean([record.ess_ratio for record in trained]),
+        failed_samples_ratio=mean([record.diagnostics.get("failed_samples_ratio") for record in trained]),
+        ess_ratio=last.ess_ratio,
+        episodes=_episodes(last),
+        buffer_groups=last.buffer_groups,
+    )
+
+
+def _episodes(step: StepRecord) -> Episodes | None:
+    """Returns the means over the episodes of agents in a step; None if it has none."""
+    turns, calls, failed = (step.diagnostics.get(name) for name in AGENT_NUMBERS)
+    return None if turns is None else Episodes(turns, calls or 0.0, failed or 0.0)
+
+
+def _with_all_steps(view: RunView, steps: Sequence[StepRecord]) -> RunView:
+    """Adds the facts of all steps."""
+    all_trained = steps[-1].version_after - steps[0].step
+    last_trained = next((record for record in reversed(steps) if record.trained), None)
+    shown = steps[:: -(len(steps) // REWARDS + 1)][::-1]
+    ess_mean, ess_lowest = ess_of_steps(steps)
+    return replace(
+        view,
+        steps_trained=all_trained,
+        steps_skipped=len(steps) - all_trained,
+        rewards=[record.reward_mean for record in shown if record.reward_mean is not None],
+        truncated_at_first=steps[0].truncated_ratio,
+        oldest_token_versions=None if last_trained is None else max(last_trained.token_staleness, default=0),
+        ess_ratio_mean=ess_mean,
+        ess_ratio_lowest=ess_lowest,
+    )
+
+
+def _with_covered_steps(view: RunView, steps: Sequence[StepRecord], *, covered: Sequence[StepRecord]) -> RunView:
+    """Adds the facts of the steps that the view covers."""
+    before = steps[-len(covered) - 1].ledger_groups if len(covered) < len(steps) else {}
+    return replace(
+        view,
+        groups={fate: number - before.get(fate, 0) for fate, number in covered[-1].ledger_groups.items()},
+        parity_ratio=largest([record.diagnostics.get("parity_ratio") for record in covered]),
+        parity_nats=largest([record.parity_nats for record in covered]),
+        learner_shares=state_shares(covered, "learner_state_s") or None,
+        generator_shares=state_shares(covered, "generator_state_s") or None,
+    )
+
+
+def _with_status(view: RunView, status: RunStatus) -> RunView:
+    """Adds the facts that only the buffer knows, or that it knows better than the last record."""
+    return replace(
+        view,
+        failures=groups_by_reason(status.failures),
+        buffer_groups=status.groups_by_state,
+        published_version=None if status.published is None else status.published.step,
+        replica_versions={each.replica: each.version.step for each in status.replicas if each.version is not None},
+        learner_activity=_activity(status),
+        quiet_s=status.quiet_s,
+    )
+
+
+def _with_shares_since_start(view: RunView, status: RunStatus) -> RunView:
+    """Adds the shares of time since the start of each process, from its heartbeats."""
+    return replace(
+        view,
+        learner_shares=shares_of(status.learner_state_seconds) or None,
+        generator_shares=shares_of(mean_states(status.reports.values())) or None,
+    )
+
+
+def _activity(status: RunStatus) -> str:
+    """Returns the learner's activity, as the buffer knows it."""
+    if not any(deployment.role is Role.LEARNER for deployment in status.deployments):
+        return "not attached"
+    if status.state is not RunState.RUNNING:
+        return status.state.value
+    return f"waits: {status.counts.lease_wait.value.replace('_', ' ')}" if status.counts.lease_wait else "trains"
+
+
+def _at_highest(steps: Sequence[StepRecord], last: Sequence[StepRecord]) -> float | None:
+    """Returns the highest reward of `steps` if the mean reward of the `last` of them is within `NEAR_HIGHEST` of it.
+    Returns None for a run in which all rewards were equal: then no reward is known to be lower than others."""
+    highest = largest([record.reward_max for record in steps])
+    lowest = min((record.reward_min for record in steps if record.reward_min is not None), default=math.nan)
+    now = mean([record.reward_mean for record in last])
+    if highest is None or now is None or not highest > lowest:
+        return None
+    return highest if highest - now <= NEAR_HIGHEST * (highest - lowest) else None
+
+
+def setting_of(config: Config, *, cores: int | None, hidden_tags: tuple[str, ...] = ()) -> Setting:
+    """Returns the setting for a configuration. `cores` is the number of cores of the run's machine; None if unknown."""
+    axes = resolve_advantage(advantage_of(config.algorithm))
+    compares = config.critic is None and isinstance(axes, Outcome) and axes.baseline in GROUP_BASELINES
+    return Setting(
+        total_steps=config.learner.total_steps,
+        equal_rewards_teach=not compares,
+        room=_room(config, cores=cores),
+        hidden_tags=hidden_tags,
+    )
+
+
+def setting_at(run_dir: Path) -> Setting:
+    """Returns the setting of the run that wrote `run_dir`, or the default when the directory cannot be read.
+
+    The number of cores is known only when the run started its own Ray on this host.
+    """
+    try:
+        config = read_config(run_dir)
+        info = read_info(run_dir)
+    except (ConfigError, RunError):
+        return Setting()
+    here = config.ray.address is None and info.host == socket.gethostname()
+    data = known_data(run_dir)
+    return setting_of(
+        config, cores=usable_cores() if here else None, hidden_tags=() if data is None else data.hidden_tags
+    )
+
+
+def usable_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def _room(config: Config, *, cores: int | None) -> bool | None:
+    """Returns whether a core is free for another rank or replica; None when `cores` is unknown or the run uses GPUs."""
+    if cores is None or config.learner.gpus or config.generator.gpus:
+        return None
+    processes = config.learner.ranks + config.generator.replicas * config.generator.tensor_parallel_size
+    processes += config.critic.ranks if config.critic is not None else 0
+    return cores > processes
