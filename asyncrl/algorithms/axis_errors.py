@@ -24,7 +24,7 @@ def check_positive(name: str, value: float, advice: str = "") -> None:
 
 
 def check_ratio_bounds(name: str, lo: float, hi: float, advice: str = "") -> None:
-    """Raises ValueError with `advice` unless the bounds of a ratio enclose 1."""
+    """Raises ValueError, which ends with `advice`, unless 0 ≤ lo ≤ 1 ≤ hi."""
     if not 0 <= lo <= 1 <= hi:
         raise ValueError(f"{name} bounds are ratios and must satisfy 0 ≤ lo ≤ 1 ≤ hi, got lo={lo}, hi={hi}{advice}")
 

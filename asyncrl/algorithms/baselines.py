@@ -24,7 +24,8 @@ GROUP_BASELINES = frozenset({"group_mean", "leave_one_out", "length_weighted_mea
 
 
 class Whitening(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Says how the advantages of a whole step are shifted and scaled, and how a standard deviation is computed."""
+    """Says how the advantages of a whole step are whitened, and how every standard deviation is computed, also the one
+    of a group's rewards."""
 
     whiten: Literal["none", "samples", "tokens"] = "none"
     """Divides by the standard deviation over the step. `samples`: every sample has the same weight. `tokens`: every

@@ -4,6 +4,9 @@
                   ▲           │             │
                   └───────────┘             └──▶ retired
 
+A stale replica may also become suspect. Any replica in use may be quarantined. A replica that was quarantined for
+silence becomes stale or healthy at its next heartbeat.
+
 A replica keeps its name, and has one process after another: its actors. Only its newest actor is heard. These events
 change the state:
 

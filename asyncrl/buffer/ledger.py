@@ -199,8 +199,8 @@ class Ledger:
         )
 
 
-# Counts failed rollouts and rewards, keeps the first failure of each kind, and detects when too many groups failed in
-# a row.
+# Counts failed rollouts, rewards and tool calls, keeps the first failure of each kind, and detects too many DATA
+# failures of groups without a commit in between.
 #
 # Memory is bounded, because the set of reasons is bounded and texts are cut (`Failure`). Agents name tools and the
 # types of their errors. From `MAX_KINDS` kinds on, a new one counts under its reason only. This module is pure.

@@ -115,8 +115,8 @@ def _write(texts: Mapping[str, str], to: Path) -> list[Path]:
     there = [path for path, text in zip(paths, texts.values(), strict=True) if path.is_file() and _has(path, text)]
     if existing := [str(path) for path in paths if os.path.lexists(path) and path not in there]:
         raise ConfigError(
-            f"nothing is written, because no file is overwritten, and there is already {', '.join(existing)}; name "
-            "another folder, or move the old files away"
+            f"nothing was written: {', '.join(existing)} {'exist' if len(existing) > 1 else 'exists'} with other text, "
+            "and no file is overwritten; name another folder, or move the old files away"
         )
     for path, text in zip(paths, texts.values(), strict=True):
         if path in there:

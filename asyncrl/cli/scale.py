@@ -33,8 +33,9 @@ def scale(
 
     New replicas are started by the deployments that the run has, the smallest deployment first. They need free
     resources on the Ray cluster, and generate as soon as they have loaded the present weights. If there are fewer
-    replicas than before, the youngest ones are drained: they finish the groups that they generate, and end. A run that
-    is restarted begins with the number in its configuration again.
+    replicas than before, the largest deployment shrinks first. It ends replicas that do not generate, and then its
+    youngest ones. These finish their groups first, in at most `generator.rollout_timeout_s`. A run that is restarted
+    begins with the number in its configuration again.
     """
     from asyncrl.deployment.known_runs import named_run
 

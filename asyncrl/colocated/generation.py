@@ -6,9 +6,10 @@
     output = generation.generate(prompts)
     generation.shutdown()
 
-Invariants: every wait has a deadline. The error of an engine is raised unchanged. A call returns True only if every
-engine has returned True. An asynchronous run does not use this class: its replicas reserve their own work
-(`asyncrl/generation/actor.py`).
+Invariants: every wait has a deadline. asyncrl's own errors, KeyError, ValueError and TypeError of an engine are raised
+unchanged, others as Ray's RayTaskError. `shutdown` returns True if every engine ended in time; each other call that
+returns a bool, if every engine returned True. An asynchronous run does not use this class: its replicas reserve their
+own work (`asyncrl/generation/actor.py`).
 """
 
 import asyncio

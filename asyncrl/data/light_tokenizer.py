@@ -133,7 +133,8 @@ def light_tokenizer(
 
 
 def cached_files(model: str) -> Path | None:
-    """Returns the folder with the files of a model of the Hugging Face Hub; None if they are not in the local cache."""
+    """Returns the folder of a Hub model in the local cache; None if its config.json is not there. Other files may be
+    missing."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(model, "config.json")

@@ -160,8 +160,12 @@ def read_prompts(config: Config) -> Prompts:
 
 
 def fitting_prompts(prompts: Prompts, *, config: Config, model: str) -> Prompts:
-    """Returns the prompts that fit `data.max_prompt_tokens`. `model` is the path of a folder, or a name of the Hub.
-    Raises ConfigError if the chat template ignores their tools."""
+    """Returns the prompts that fit `data.max_prompt_tokens` and have no refused control tokens. `model` is the path of
+    a folder, or a name of the Hub.
+
+    Raises DatasetError for another prompt unless `data.on_bad_row` is `skip`, or if none is left. Raises ConfigError if
+    the chat template ignores the tools.
+    """
     if not any([prompts.train, prompts.heldout, *prompts.sets.values()]):
         return prompts
     chat, options = config.data.chat, config.data.chat_options

@@ -200,11 +200,14 @@ async def _has_partition(config: Config, learner: Deployment, client: DataPlaneC
 
 async def _gone(actors: Mapping[str, object], *, namespace: str) -> None:
     """Waits until none of these actors, given by name and id, has its name any more. Another one may have it. Raises
-    RunError after `END_S` seconds."""
+    ActorGone after `END_S` seconds."""
     deadline_s = time.monotonic() + END_S
     while names := [name for name, actor in actors.items() if _actor_id(name, namespace) == actor]:
         if time.monotonic() > deadline_s:
-            raise ActorGone(f"the run begins anew, but these actors did not end within {END_S:g} s: {', '.join(names)}")
+            raise ActorGone(
+                f"the run resumes with new shared actors, but the old ones did not end within {END_S:g} s: "
+                f"{', '.join(names)}; resume it again"
+            )
         await asyncio.sleep(POLL_S)  # polls other processes
 
 

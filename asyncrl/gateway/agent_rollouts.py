@@ -216,7 +216,8 @@ class AgentRollouts:
         """Runs the agent of a task once for each sample. A call that has an answer in the prefix of the attempt, which
         an earlier one has stored, gets that answer.
 
-        A sample fails if its agent makes no call, or ends without a result at a limit. An agent that goes back and
+        A sample fails if the model answered none of its calls, or if it has no score, for example because its agent
+        stopped at a limit. An agent that goes back and
         continues an earlier part of its conversation in another way makes a branch of its episode.
 
         Raises InfraError if the engine or the gateway failed.

@@ -222,8 +222,8 @@ class VLLMWeights:
     async def begin(self, version: Version, *, on_paused: Callable[[], None] | None = None) -> float:
         """Pauses generation between two decoding steps, and opens an update to `version`. Returns when (monotonic
         seconds) generation had paused."""
-        # `pause_generation` of AsyncLLM does this too, and then sleeps for 20 ms, so that the outputs of earlier steps
-        # are processed first. Each output has its own version, so their order is of no importance here.
+        # `pause_generation` of AsyncLLM also sleeps for 20 ms, until earlier outputs are processed. This call does not:
+        # each output names its version, so their order does not matter.
         await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._clear_cache)
         paused_s = time.monotonic()
         if on_paused is not None:

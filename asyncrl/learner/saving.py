@@ -108,9 +108,11 @@ class Checkpoints:
         return False
 
     async def begin(self, snapshot: RunSnapshot, *, last_step: bool) -> None:
-        """Copies the state of the run as it is at `snapshot`, and starts to write it. Training must wait meanwhile.
+        """Copies the state of the run at `snapshot`, and starts a task that writes it. Training must wait until this
+        call returns. With `last_step`, the save also has `hf/`.
 
-        `last_step` says that no step will follow. A failure is logged: the next checkpoint may succeed.
+        Logs a CheckpointError of the copy, and any error of the write: the next checkpoint may succeed. Raises other
+        errors of the copy.
         """
         await self._begin(snapshot, hf=self.config.hf or last_step, at_end=False)
 

@@ -261,8 +261,11 @@ class RankGroup(Generic[WorkerT]):
             raise CheckpointError(str(error)) from error
 
     def _ended_beside(self, name: str, calls: Sequence[Any], *, timeout_s: float | None) -> list[Any]:
-        """Returns the results of one call to each rank, in rank order. Without a limit, a failure is raised when all
-        ranks that live have ended the call. Raises `_Unfinished` after `timeout_s`. Ends no rank."""
+        """Returns one result for each rank, in rank order. Ends no rank.
+
+        After a failure it waits for the other ranks before it raises: at most `_grace_s`, or until all have ended if
+        `timeout_s` is None and no rank has died. Raises `_Unfinished` if no rank failed, but some are late.
+        """
         answers: list[concurrent.futures.Future[Any]] = [call.future() for call in calls]
         first_failure = concurrent.futures.FIRST_EXCEPTION
         _, late = concurrent.futures.wait(answers, timeout=timeout_s, return_when=first_failure)

@@ -28,17 +28,20 @@ class TrainedModelInterface(ABC, Generic[LossT_contra]):
         mbs: int | None = None,
         timer: Timer | None = None,
     ) -> dict[str, Any]:
-        """Makes one optimizer step for every `gbs` rows (default: all rows), and one scheduler step for the call.
+        """Trains on the rows. Each `gbs` rows (default: all) are one update.
+
+        An update makes an optimizer step if it has a trained token, and loss and gradient are finite. The call makes
+        one step of the scheduler, unless no update was finite.
 
         `data` has the columns that the loss reads; the class names them. If `mbs` is given, `mbs` rows of a rank share
         a padded pass. In eval mode, nothing changes.
 
         Returns a dict:
 
-        - `loss` and `grad_norm`: float32, one entry for each optimizer step;
+        - `loss` and `grad_norm`: float32, one entry for each update with a trained token;
         - `all_mb_metrics`: by name, one value for every micro-batch of all ranks. These are the loss's own metrics,
           `lr`, `wd`, and the `global_valid_seqs` and `global_valid_toks` of the micro-batch's update. The sum of one of
-          the loss's own metrics is its mean over the updates;
+          the loss's own metrics is its mean over these updates, except for extremes and averages;
         - `timing`: seconds by stage;
         - `report`: an `asyncrl.ranks.report.StepReport`.
 

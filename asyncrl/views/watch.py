@@ -40,7 +40,7 @@ def watch(
         if status is not None and not _is_of(status, info):
             raise RunError(
                 f"the run {status.run} on this cluster is not the run of {run_dir}: give the directory of the run that "
-                "goes on, or the address of the cluster of this one"
+                f"goes on, or the address of the cluster on which {run_dir} runs"
             )
         last, records = status or last, steps.read()
         trained = records[-1].version_after if records else 0

@@ -104,7 +104,7 @@ def test_no_file_is_overwritten_and_nothing_is_written_beside_it(existing: str, 
     (here / existing).write_text("mine")
     done = command("recipes", "copy", "own_task")
     assert done.exit_code == 2
-    assert f"there is already {existing}; name another folder" in done.stderr
+    assert f"nothing was written: {existing} exists with other text" in done.stderr
     assert contents(here) == {existing: b"mine"}
 
 
