@@ -27,6 +27,7 @@ AsyncRLError
 │   │   ├── MissingColumns     the rows lack columns that a loss reads; no training step was made
 │   │   ├── ImpreciseColumns   a loss sums log-probs over sequences, and they have half precision
 │   │   ├── LossFailed         a loss function raised an error, or did not return a scalar and metrics
+│   │   ├── WitnessFailed      an update is not the one that the configuration describes
 │   │   └── Offloaded          the model was moved off its devices for a refit and was not moved back
 │   ├── NonFiniteError         too many consecutive steps with a non-finite loss or gradient (F21)
 │   └── StalenessViolation     a token older than the limit reached a batch; this is a bug of asyncrl
@@ -199,6 +200,11 @@ class LossFailed(CallRefused):
 
     The optimizer update of that loss was not applied on any rank. Earlier updates of the same call were applied.
     """
+
+
+class WitnessFailed(CallRefused):
+    """An update is not the one that the configuration describes: the text names the check, the token or the tensor, and
+    both numbers. The optimizer update was not applied on any rank."""
 
 
 class Offloaded(CallRefused):

@@ -193,7 +193,7 @@ class SleepingRanks:
         self._client.put_samples(meta.sample_ids, meta.partition_id, fields=fields)
         name_fields(meta, fields)
 
-    def train_from_meta(self, meta: Any, loss_fn: Any, eval_mode: bool = False, *, gbs: int | None = None) -> Any:
+    def train_from_meta(self, meta: Any, loss_fn: Any, eval_mode: bool = False, **_: Any) -> Any:
         from asyncrl.ranks.report import StepReport
 
         started_s = time.monotonic()

@@ -779,6 +779,19 @@ class AuditSection(Section):
     float32`, `weights.kv_cache: recompute` and a run without a critic."""
 
 
+class WitnessSection(Section):
+    """The witness, a second and plain path for the numbers of an update (docs/guarantees.md)."""
+
+    every_steps: NonNegativeInt = 50
+    """Steps between two steps that are witnessed; the first step of a run is too. 0: none."""
+    group_tokens: PositiveInt = 4096
+    """Most tokens of the rows that are computed a second time, of one group that is drawn. Of a longer group, the first
+    rows are taken."""
+    on_failure: Literal["stop", "warn"] = "stop"
+    """What happens when an update is not the one that the configuration describes. `stop`: the run ends, before the
+    optimizer's step if the gradients are concerned. `warn`: an error in the log, and training goes on."""
+
+
 class EvalSetSection(Section):
     """A further held-out set with a name: other questions, or the same ones with another prompt or reward. All sets are
     evaluated at each evaluation, one after the other."""
@@ -907,6 +920,8 @@ class Config(Section):
     """Checkpoints of the policy."""
     audit: AuditSection = AuditSection()
     """What the run keeps for `asyncrl audit`."""
+    witness: WitnessSection = WitnessSection()
+    """The plain second path of some updates."""
     eval: EvalSection = EvalSection()
     """Held-out evaluation."""
     metrics: Annotated[MetricsSection, PER_DEPLOYMENT] = MetricsSection()

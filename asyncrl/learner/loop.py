@@ -45,7 +45,7 @@ from asyncrl.coordinator.coordinator import Acked, Coordinator
 from asyncrl.coordinator.status import BriefStatus, RunSnapshot
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import group_of
-from asyncrl.errors import NonFiniteError, ParityError, RowsLost, StallError
+from asyncrl.errors import NonFiniteError, ParityError, RowsLost, StallError, WitnessFailed
 from asyncrl.learner.audit_records import Ended
 from asyncrl.learner.heldout import HeldoutEvaluation
 from asyncrl.learner.progress import check_progress, must_look
@@ -54,10 +54,12 @@ from asyncrl.learner.recording import EndedStep, StepEnd
 from asyncrl.learner.records import RunTotals
 from asyncrl.learner.saving import Checkpoints, KeptSteps, kept_columns
 from asyncrl.learner.step import Stages, check_staleness, step_meta
+from asyncrl.learner.witnessed_step import counts_of_step
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.ranks.report import StepReport
 from asyncrl.weights.gate import should_publish
 from asyncrl.weights.parity import POOLED_TOKENS, ParityJudge, ParityLimits
+from asyncrl.witness.judge import Finding, worst
 
 logger = logging.getLogger(__name__)
 
@@ -223,6 +225,7 @@ class LearnerLoop:
             return await self._repeat_without(lost, lease), None
         # A skipped step may have NaN log-probs, which say nothing about parity.
         parity_ratio = None if report.skipped else self._checks.parity(report, step=lease.step)
+        findings = self._checks.witness([report, critic_report], lease)
         if report.skipped:
             acked, (status, clearable) = None, await self._skip(lease)
         else:
@@ -238,6 +241,7 @@ class LearnerLoop:
             published=self.publisher.published,
             duration_s=self.stages.clock() - started_s,
             parity_ratio=parity_ratio,
+            findings=findings,
         )
         if acked is not None:
             await self._keep_batch(lease, meta)
@@ -395,6 +399,23 @@ class StepChecks:
             raise ParityError(message)
         logger.error("%s", message)
         return verdict.ratio
+
+    def witness(self, reports: Sequence[StepReport | None], lease: Lease) -> dict[str, Finding]:
+        """Compares the counts of the step with its lease, and returns the worst finding of each check of the witness.
+
+        If a check has failed, raises WitnessFailed or logs an error, as `witness.on_failure` says.
+        """
+        found = [finding for report in reports if report is not None for finding in report.findings.values()]
+        policy = reports[0]
+        if policy is not None and not policy.skipped:
+            found.append(counts_of_step(lease, policy, config=self._config))
+        by_check = worst(found)
+        for finding in by_check.values():
+            if finding.failed:
+                if self._config.witness.on_failure == "stop":
+                    raise WitnessFailed(f"step {lease.step}: {finding.message}")
+                logger.error("step %d: %s", lease.step, finding.message)
+        return by_check
 
     def nonfinite(self, reports: Sequence[StepReport | None], lease: Lease) -> None:
         """Raises NonFiniteError after `learner.max_nonfinite_steps` steps in a row that policy or critic skipped

@@ -39,6 +39,7 @@ from asyncrl.learner.step import Stages, StepSamples
 from asyncrl.metrics.numbers import AGENT_NUMBERS
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.ranks.report import StepReport
+from asyncrl.witness.judge import Finding
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,8 @@ class EndedStep:
 
     `status` is the run's brief status right after the ack or skip. `published` is the newest version whose snapshot was
     taken. `duration_s` is the time since the lease was received. `critic_report` is None in a run without a critic.
-    `parity_ratio` is the result of `StepChecks.parity`; None in a skipped step.
+    `parity_ratio` is the result of `StepChecks.parity`; None in a skipped step. `findings` are those of
+    `StepChecks.witness`.
     """
 
     lease: Lease
@@ -71,6 +73,7 @@ class EndedStep:
     published: Version | None
     duration_s: float
     parity_ratio: float | None = None
+    findings: Mapping[str, Finding] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -249,6 +252,7 @@ def _diagnostics(step: EndedStep) -> dict[str, float]:
         **step.report.loss_metrics,
         **({} if step.critic_report is None else critic_numbers(step.critic_report)),
         **({} if step.parity_ratio is None else {"parity_ratio": step.parity_ratio}),
+        **_witnessed(step),
         "parity_mean_nats": step.report.on_policy_parity_mean_nats if step.report.on_policy_tokens else math.nan,
         "parity_tokens": step.report.on_policy_tokens,
         "parity_probe_nats": totals.parity_max_nats if totals.replicas else math.nan,
@@ -257,6 +261,13 @@ def _diagnostics(step: EndedStep) -> dict[str, float]:
         "filtered_groups": len(step.lease.filtered),
         **agent_numbers([group.meta for group in step.lease.groups]),
     }
+
+
+def _witnessed(step: EndedStep) -> dict[str, float]:
+    """Returns the largest difference of each check of the witness, and the seconds that rank 0 spent in it."""
+    found = {f"witness_{check}_ratio": finding.ratio for check, finding in step.findings.items()}
+    seconds = step.report.seconds.get("witness")
+    return found if seconds is None else {**found, "witness_s": seconds}
 
 
 def agent_numbers(metas: Sequence[GroupMeta]) -> dict[str, float]:

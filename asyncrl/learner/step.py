@@ -11,7 +11,8 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,13 +31,16 @@ from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.rows import TRAIN_PARTITION
 from asyncrl.data_plane.sample_ids import samples_of
 from asyncrl.errors import StalenessViolation
+from asyncrl.learner.witnessed_step import Witnessed, is_witnessed, token_columns, token_findings, witnessed
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.step_loss import needs_proximal, needs_reference
 from asyncrl.policy.tq_policy import TQPolicy
 from asyncrl.ranks.named_rows import LIMIT, MASKS_STALE, STEP
 from asyncrl.ranks.report import StepReport
+from asyncrl.ranks.witnessed import WITNESS
 from asyncrl.value.estimators import critic_estimator, critic_section
 from asyncrl.value.tq_value import TQValue
+from asyncrl.witness.judge import Finding, worst
 
 # Turns a lease into the input of the ranks: filters, advantages from rewards, masks and the names of rows.
 #
@@ -78,6 +82,7 @@ class StepSamples:
       from `rewards_B`. When the policy's ranks compute token-level advantages, they read `advantages_B` as the column
       `outcome_advantages`.
     - `mask_B`: 1.0 for a sample that is trained, else 0.0.
+    - `witnessed`: what is computed a second time; None in a step that is not witnessed.
 
     `numbers` has the step's numbers by their names in `asyncrl.metrics.numbers`:
 
@@ -100,6 +105,7 @@ class StepSamples:
     advantages_B: torch.Tensor | None
     mask_B: torch.Tensor
     numbers: dict[str, float]
+    witnessed: Witnessed | None = None
 
 
 def prepare_samples(lease: Lease, *, estimator: Estimator | None, config: Config) -> StepSamples:
@@ -211,6 +217,7 @@ class Stages:
         self._loss = build_loss(self.config)
         self._estimator: Estimator | None = None
         self._by_token: TokenEstimator | None
+        self._is_first = True
         if self.critic is None:
             self._estimator, self._by_token = resolve_estimators(advantage_of(self.config.algorithm))
         else:
@@ -232,7 +239,12 @@ class Stages:
 
     def prepare(self, lease: Lease) -> StepSamples:
         """Returns the filtered samples of a step, with their advantages if these are per sample."""
-        return prepare_samples(lease, estimator=self._estimator, config=self.config)
+        samples = prepare_samples(lease, estimator=self._estimator, config=self.config)
+        if not is_witnessed(lease.step, first=self._is_first, config=self.config):
+            return samples
+        rows = len(samples.mask_B)
+        per_update = self._rows_per_update(rows, ranks=self.config.learner.ranks)
+        return replace(samples, witnessed=witnessed(lease, config=self.config, rows_per_update=per_update))
 
     async def train(
         self, meta: KVBatchMeta, samples: StepSamples, *, step: int
@@ -253,6 +265,7 @@ class Stages:
         # Some objectives average over prompts (`group_ids`) or imitate rows with a high reward (`rewards`).
         columns |= {"rewards": samples.rewards_B} if "rewards" in read else {}
         columns |= {"group_ids": samples.group_ids_B} if "group_ids" in read else {}
+        columns |= {} if samples.witnessed is None else {WITNESS: samples.witnessed.numbers_B}
         if self._by_token is None:
             await asyncio.to_thread(policy.write_to_dataplane, meta, {"advantages": samples.advantages_B, **columns})
         else:
@@ -261,6 +274,7 @@ class Stages:
             meta = meta.with_fields(["advantages", *columns])
         with self.states.within("log_probs"):
             await self._score(meta, scoring_meta)
+        findings = await self._token_findings(scoring_meta, samples.witnessed)
         critic_report = None
         if critic is not None:
             critic_report = await self._train(
@@ -272,8 +286,19 @@ class Stages:
             self._loss,
             ranks=self.config.learner.ranks,
             eval_mode=self.trains_only_critic(step),
+            witness=None if samples.witnessed is None else samples.witnessed.request,
         )
-        return report, critic_report
+        self._is_first = False
+        return replace(report, findings=worst([*report.findings.values(), *findings])), critic_report
+
+    async def _token_findings(self, meta: KVBatchMeta, drawn: Witnessed | None) -> list[Finding]:
+        """Returns what the witness finds of the advantages of the drawn tokens, if each token has its own."""
+        if drawn is None or self._by_token is None:
+            return []
+        columns = token_columns(self._by_token)
+        rows = meta.subset(drawn.rows)
+        read = partial(self.policy.read_from_dataplane, rows, select_fields=columns)
+        return token_findings(drawn, await asyncio.to_thread(read), self._by_token)
 
     async def _score(self, meta: KVBatchMeta, scoring_meta: KVBatchMeta) -> None:
         """Writes the columns that the objective reads for each token, and the advantages if they are per token.
@@ -299,15 +324,13 @@ class Stages:
         loss: LossFunction | ValueLossFunction,
         *,
         ranks: int,
-        **options: bool,
+        **options: Any,
     ) -> StepReport:
         """Trains the policy or the critic on the rows, and divides the time of the call among the learner's states.
 
         The report has the seconds of each stage as the ranks measured them. The rest of the call's time is `other`.
         """
-        # A last, short step whose rows cannot be divided evenly among updates and ranks is trained in one update.
-        updates = self.config.learner.updates_per_step
-        gbs = meta.size if meta.size % (updates * ranks) else meta.size // updates
+        gbs = self._rows_per_update(meta.size, ranks=ranks)
         self.states.enter("forward_backward")
         started_s = self.clock()
         result = await asyncio.to_thread(train_from_meta, meta, loss, gbs=gbs, **options)
@@ -317,3 +340,8 @@ class Stages:
         self.states.enter("other")
         self.states.reattribute("forward_backward", elsewhere)
         return report
+
+    def _rows_per_update(self, rows: int, *, ranks: int) -> int:
+        # A last, short step whose rows cannot be divided evenly among updates and ranks is trained in one update.
+        updates = self.config.learner.updates_per_step
+        return rows if rows % (updates * ranks) else rows // updates

@@ -44,6 +44,23 @@ class Line:
 
 SAME = ""
 
+WITNESSED = {
+    "counts": "the samples and tokens that were trained against those of the lease",
+    "rows": "log-probs of rows against those of each row alone",
+    "advantages": "advantages against those that follow from the rewards",
+    "bounds": "bounds of the objective that depend on the whole step against their definitions",
+    "coefficients": "derivatives of the loss by each log-prob against the objective's formula",
+    "gradient": "the gradient of a drawn group against that of a plain pass",
+    "optimizer": "new values of single weights against the optimizer's formula",
+    "frozen": "weights that did not change although the optimizer's moments predict a change",
+}
+"""The checks of the witness by name (`asyncrl.witness.judge`), in the order in which they build on each other."""
+WITNESS_PANEL = "Differences that the witness found"
+WITNESS_HELP = (
+    "The largest difference of each check of the witness, as a share of what is accepted, in the last step that was "
+    "witnessed (`witness.every_steps`). Above 1, the update is not the one that the configuration describes."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Number:
@@ -459,6 +476,24 @@ NUMBERS: tuple[Number, ...] = (
         "How much the log-probs of engine and learner differ, as a share of what `weights.parity_*` accept. Above 1 "
         "they do not agree.",
         "staleness",
+        gauge=None,
+    ),
+    *(
+        Number(
+            f"witness_{check}_ratio",
+            "ratio",
+            f"The witness: {what}. The largest difference of the step, as a share of what is accepted; above 1 the "
+            "update is not the one that the configuration describes.",
+            "witness",
+            panel=(Panel(SOUND, WITNESS_PANEL, description=WITNESS_HELP), check),
+        )
+        for check, what in WITNESSED.items()
+    ),
+    Number(
+        "witness_s",
+        "seconds",
+        "Time that the first rank spent in the second, plain passes of a step that is witnessed.",
+        "witness",
         gauge=None,
     ),
     Number(

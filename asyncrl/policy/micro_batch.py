@@ -67,6 +67,8 @@ def loss_of(
     if context.sole_update:
         # before the first update, the current weights are those of the step's start
         data["prev_logprobs"] = proximal_BS
+    if context.watched is not None:
+        context.watched.watch(data, outputs.columns)
 
     # the loss may change its columns, and the diagnostics read them afterwards
     loss = of_outputs(context.loss_fn, outputs.columns, copy.copy(data), context.counts)

@@ -58,6 +58,11 @@ def calibrated_loss(
     bounds."""
     if not (isinstance(loss_fn, ObjectiveLoss) and needs_calibration(loss_fn.objective)):
         return loss_fn
+    return ObjectiveLoss(calibrated(loss_fn.objective, tokens=step_tokens(loss_fn, updates), reduce=reduce))
+
+
+def step_tokens(loss_fn: ObjectiveLoss, updates: Sequence[PlannedUpdate]) -> StepTokens:
+    """Returns the trained tokens of this rank's step, with the log-probs that the objective reads."""
     # empty micro-batches lack the loss's columns, and they have no trained token
     parts = [part for update in updates for part in update.parts if trained_mask(part).any()]
 
@@ -66,5 +71,4 @@ def calibrated_loss(
 
     current = flat(CURRENT)
     sources = loss_fn.sources(flat, logprobs=current) | {"current": current}
-    tokens = StepTokens(advantages=flat("advantages"), sources=sources)
-    return ObjectiveLoss(calibrated(loss_fn.objective, tokens=tokens, reduce=reduce))
+    return StepTokens(advantages=flat("advantages"), sources=sources)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -29,7 +30,7 @@ from asyncrl.policy.families import check_family
 from asyncrl.policy.flops import device_peak_flops_per_s, model_cost
 from asyncrl.policy.logprobs import model_logprobs, rounded_weights
 from asyncrl.policy.micro_batch import OnPolicy, check_supports, loss_of
-from asyncrl.policy.step_loss import add_update_shares, calibrated_loss, holds_reference
+from asyncrl.policy.step_loss import add_update_shares, calibrated_loss, holds_reference, step_tokens
 from asyncrl.ranks.accelerator import compute_dtype, frozen
 from asyncrl.ranks.batching import token_batch, without_nonfinite
 from asyncrl.ranks.collectives import on_first_rank
@@ -47,6 +48,8 @@ from asyncrl.weights.transports.collective import send_snapshot
 from asyncrl.weights.transports.interfaces import Sender, Transport
 from asyncrl.weights.transports.ipc import SharedGroup, SharedWeights
 from asyncrl.weights.transports.peers import Peers, Rendezvous
+from asyncrl.witness.judge import Finding, bounds_finding
+from asyncrl.witness.objective import Axes
 
 
 class PolicyWorker(RankWorker[LossFunction]):
@@ -117,6 +120,18 @@ class PolicyWorker(RankWorker[LossFunction]):
         add_update_shares(loss_fn, updates, gather=self.gather)
         return calibrated_loss(loss_fn, updates, reduce=self.add_up)
 
+    def _bounds_finding(
+        self, configured: LossFunction, used: LossFunction, updates: Sequence[PlannedUpdate]
+    ) -> Finding | None:
+        axes, used_axes = self._axes(configured), self._axes(used)
+        if configured is used or not isinstance(configured, ObjectiveLoss) or axes is None or used_axes is None:
+            return None
+        own = step_tokens(configured, updates)
+        columns = {name: values.tolist() for name, values in (*own.sources.items(), ("advantages", own.advantages))}
+        ranks: list[dict[str, list[float]]] = self.gather(columns)
+        tokens = {name: [value for rank in ranks for value in rank[name]] for name in columns}
+        return bounds_finding(axes, used_axes, tokens)
+
     def _outcome(self, part: BatchedDataDict, context: UpdateContext[LossFunction]) -> MicroBatchOutcome:
         return loss_of(
             part,
@@ -126,6 +141,12 @@ class PolicyWorker(RankWorker[LossFunction]):
             packed=self._packed,
             on_policy=self._on_policy,
         )
+
+    def _axes(self, loss_fn: LossFunction) -> Axes | None:
+        if not isinstance(loss_fn, ObjectiveLoss):
+            return None
+        axes: Axes = msgspec.to_builtins(loss_fn.objective)
+        return axes
 
     def _weights_changed(self) -> None:
         self._shared.void()

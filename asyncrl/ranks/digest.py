@@ -23,16 +23,21 @@ _AT_ONCE = 2**20
 """Elements of a vector that are mixed at once. Each needs 32 bytes meanwhile."""
 
 
-@torch.no_grad()
 def model_digest(model: torch.nn.Module, *, rank: int) -> int:
-    """Returns this rank's part of the digest. `combined` adds up the parts of all ranks.
+    """Returns this rank's part of the digest. `combined` adds up the parts of all ranks."""
+    return combined(digests_by_tensor(model, rank=rank).values())
+
+
+@torch.no_grad()
+def digests_by_tensor(model: torch.nn.Module, *, rank: int) -> dict[str, int]:
+    """Returns this rank's part of the digest of each tensor, by name.
 
     A tied tensor counts once, under its first name. A replicated shard counts on the first rank that holds it.
     """
     reshard(model)
     first = {id(tensor): (name, tensor) for name, tensor in reversed(trained_state(model).items())}
     parts = [(name, own_rows(name, tensor, rank=rank)) for name, tensor in first.values()]
-    return combined(tensor_digest(name, own[1], start=own[0]) for name, own in parts if own is not None)
+    return {name: tensor_digest(name, own[1], start=own[0]) for name, own in parts if own is not None}
 
 
 def combined(parts: Iterable[int]) -> int:

@@ -29,6 +29,7 @@ from asyncrl.ranks.plan import BatchingPlan, check_columns, required_columns
 from asyncrl.ranks.report import step_report, train_result
 from asyncrl.ranks.timer import Timer, timed
 from asyncrl.ranks.worker import SCORED_COLUMNS
+from asyncrl.witness.judge import Request
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -145,10 +146,13 @@ class RankDriver(Generic[WorkerT]):
         gbs: int | None = None,
         mbs: int | None = None,
         timer: Timer | None = None,
+        *,
+        witness: Request | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Trains like `train`, on the rows' training columns and the fields that `meta` names, with the same result. It
-        clears no rows.
+        clears no rows. With `witness`, the rows that the column `witness` numbers are computed a second time
+        (`RankWorker.train`).
 
         Raises MissingColumns, before any rank is called, if the rows lack a column that the loss reads or that `meta`
         names. If `extra_info["step"]` is set to the version of the weights, the age of every token is checked against
@@ -156,7 +160,7 @@ class RankDriver(Generic[WorkerT]):
         """
         ignore_arguments("train_from_meta", (), kwargs)
         rows = NamedRows(meta, self._rows, self._trained_fields)
-        return self._train(rows, loss_fn, eval_mode, gbs, mbs, timer)
+        return self._train(rows, loss_fn, eval_mode, gbs, mbs, timer, witness)
 
     def get_advantages_from_meta(
         self, meta: KVBatchMeta, estimator: TokenEstimator, timer: Timer | None = None
@@ -253,6 +257,7 @@ class RankDriver(Generic[WorkerT]):
         gbs: int | None,
         mbs: int | None,
         timer: Timer | None,
+        witness: Request | None = None,
     ) -> dict[str, Any]:
         """Trains on the rows. Raises TypeError for a loss that is not callable, and ValueError for a loss with an
         unknown `input_type`."""
@@ -273,6 +278,7 @@ class RankDriver(Generic[WorkerT]):
             micro_batch_size=mbs,
             eval_mode=eval_mode,
             step=rows.step,
+            witness=witness,
         )
         return {**train_result(records), "report": step_report(records)}
 

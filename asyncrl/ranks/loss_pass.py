@@ -16,6 +16,7 @@ from asyncrl.algorithms.diagnostics import MetricSums
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.errors import LossFailed
 from asyncrl.ranks.out_of_memory import is_out_of_memory
+from asyncrl.ranks.witnessed import Watched
 from asyncrl.user_code import describe_error
 
 LossT = TypeVar("LossT", LossFunction, ValueLossFunction)
@@ -27,13 +28,15 @@ class UpdateContext(Generic[LossT]):
     """The arguments that all passes of one update share.
 
     `counts` are the update's `global_valid_seqs` and `global_valid_toks`. `step` is the version of the weights; without
-    it, no token counts as on-policy. With `sole_update`, the weights are still those of the step's start.
+    it, no token counts as on-policy. With `sole_update`, the weights are still those of the step's start. `watched`
+    notes what the passes do with the drawn rows of a step that is witnessed.
     """
 
     loss_fn: LossT
     counts: Mapping[str, torch.Tensor]
     step: int | None
     sole_update: bool
+    watched: Watched | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ import torch
 from asyncrl.algorithms.diagnostics import MetricSums, adds_up, merge_metrics
 from asyncrl.ranks.digest import combined
 from asyncrl.weights.parity import Differences
+from asyncrl.witness.judge import Finding, worst
 
 Number = TypeVar("Number", int, float)
 
@@ -67,6 +68,8 @@ class StepReport:
     """Digest of the weights at the start of the step (`asyncrl.ranks.digest`)."""
     weights_after: int = 0
     """Digest of the weights after the step."""
+    findings: Mapping[str, Finding] = field(default_factory=dict)
+    """What the witness found, the worst of each check by its name."""
 
     @property
     def on_policy_differences(self) -> Differences:
@@ -115,6 +118,8 @@ class UpdateOutcome:
     sums: MetricSums
     micro_batch_metrics: tuple[Mapping[str, float], ...]
     """The loss's own metrics, for every micro-batch with a trained token."""
+    findings: tuple[Finding, ...] = ()
+    """What the witness found, the worst of each check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +132,8 @@ class RankRecord:
     fewer where packed rows share a prefix. `seconds` are by stage.
     `model_flops` and `peak_flops_per_s` are as in `StepReport`, for this rank. `gpu_memory_bytes` is the most memory
     that its tensors took on its GPU since the step before; None on a CPU. `weights_before` and `weights_after` are
-    the rank's parts of the digests.
+    the rank's parts of the digests. `findings` are what the witness found on this rank, the worst of each check and
+    update.
     """
 
     plans: tuple[UpdatePlan, ...]
@@ -144,6 +150,7 @@ class RankRecord:
     gpu_memory_bytes: int | None = None
     weights_before: int = 0
     weights_after: int = 0
+    findings: tuple[Finding, ...] = ()
 
 
 def global_plan(plans: Sequence[UpdatePlan]) -> UpdatePlan:
@@ -203,6 +210,7 @@ def step_report(ranks: Sequence[RankRecord]) -> StepReport:
         peak_flops_per_s=_total([rank.peak_flops_per_s for rank in ranks]),
         weights_before=combined(rank.weights_before for rank in ranks),
         weights_after=combined(rank.weights_after for rank in ranks),
+        findings=worst(finding for rank in ranks for finding in rank.findings),
     )
 
 

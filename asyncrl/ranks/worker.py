@@ -17,6 +17,7 @@ Legend: B rows, S tokens.
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, Generic
@@ -34,11 +35,11 @@ from asyncrl.algorithms.token_estimators import TokenEstimator, check_estimate, 
 from asyncrl.config.schema import Config, OptimizerSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.light_tokenizer import model_folder
-from asyncrl.errors import CallRefused, LossFailed, Offloaded
+from asyncrl.errors import CallRefused, LossFailed, Offloaded, WitnessFailed
 from asyncrl.ranks.accelerator import forget_accelerator, make_accelerator, with_present_layers
 from asyncrl.ranks.batching import empty_micro_batch, row_lengths, staleness_counts, tokens_passed
 from asyncrl.ranks.collectives import Collectives, on_all_ranks
-from asyncrl.ranks.digest import model_digest
+from asyncrl.ranks.digest import combined, digests_by_tensor, model_digest
 from asyncrl.ranks.loss_pass import LossT, MicroBatchOutcome, UpdateContext
 from asyncrl.ranks.plan import BatchingPlan, PlannedUpdate, check_columns, planned_updates, required_columns
 from asyncrl.ranks.report import RankRecord, UpdateOutcome
@@ -46,6 +47,9 @@ from asyncrl.ranks.row_checks import check_rows
 from asyncrl.ranks.schedule import learning_rate
 from asyncrl.ranks.sharded_checkpoint import ShardedState, save_tokenizer
 from asyncrl.ranks.timer import Timer
+from asyncrl.ranks.witnessed import UpdateWitness, frozen_tensors
+from asyncrl.witness.judge import Finding, Request
+from asyncrl.witness.objective import Axes
 
 SCORED_COLUMNS = ("input_ids", "input_lengths")
 """The columns that scoring reads."""
@@ -122,6 +126,11 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         """Returns the loss for a step, which may depend on all tokens of the step. A collective."""
         return loss_fn
 
+    def _bounds_finding(self, configured: LossT, used: LossT, updates: Sequence[PlannedUpdate]) -> Finding | None:
+        """Returns what the witness finds of the bounds of a loss that depend on the whole step; None if there are none.
+        A collective if there are some."""
+        return None
+
     def _model_flops(self, lengths: Sequence[int], *, backward: bool) -> int | None:
         """Returns the FLOPs for rows of these lengths, forward and optionally backward; None if they are not
         counted."""
@@ -129,6 +138,10 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
 
     def _peak_flops_per_s(self) -> float | None:
         """Returns the peak rate of this rank's device, or None if it is not known."""
+        return None
+
+    def _axes(self, loss_fn: LossT) -> Axes | None:
+        """Returns the axes of a loss whose coefficients the witness has formulas for; None for other losses."""
         return None
 
     def _weights_changed(self) -> None:
@@ -145,12 +158,16 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         micro_batch_size: int | None = None,
         eval_mode: bool = False,
         step: int | None = None,
+        witness: Request | None = None,
     ) -> RankRecord:
         """Trains on this rank's rows `data`, which have the columns that `loss_fn` reads. `BatchingPlan` cuts the rows.
 
         All ranks cut the same number of updates; a rank may have no rows. `step` is the version of the weights. Without
         it, no token counts as stale or on-policy. The learning-rate schedule advances by one step, unless no update was
         finite. In eval mode, nothing changes, and no gradient is computed. The record covers only this rank.
+
+        With `witness`, the rows whose column `witness` is not −1 are computed a second time, plainly, and the record
+        has what was found. A step with numbers that are not finite is not witnessed.
 
         All ranks raise CallRefused together if any rank cannot use its rows, and LossFailed if the loss fails.
         """
@@ -163,19 +180,31 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             data, nonfinite_tokens = self._prepared(data, loss_fn, step=step, updates=updates, eval_mode=eval_mode)
             cuts = plan.updates(data, rows_per_update=rows_per_update)
         planned = planned_updates(cuts, gather=self.gather)
-        before = self.weights_digest()
+        if witness is not None and (eval_mode or any(self.gather(nonfinite_tokens))):
+            witness = None
+        before = digests_by_tensor(self.model, rank=self.rank)
+        configured, findings = loss_fn, list[Finding]()
         with timer.time("log_probs"):
             loss_fn = self._step_loss(loss_fn, planned)
+        if witness is not None and (finding := self._bounds_finding(configured, loss_fn, planned)) is not None:
+            findings.append(finding)
         rate = learning_rate(learner.optimizer, step=self.train_calls, total_steps=learner.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        outcomes = self._run_updates(planned, loss_fn=loss_fn, step=step, eval_mode=eval_mode, timer=timer)
-        after = before if eval_mode else self.weights_digest()
+        updates_before, calls_before = self._updates, self.train_calls
+        outcomes = self._run_updates(
+            planned, loss_fn=loss_fn, step=step, eval_mode=eval_mode, timer=timer, witness=witness
+        )
+        after = before if eval_mode else digests_by_tensor(self.model, rank=self.rank)
         run = [i for i, update in enumerate(planned) if update.plan.tokens > 0]
         passed = [part for i in run for part in planned[i].parts]
         real_tokens, passed_tokens = tokens_passed(passed, packed=self._packed)
         # only this rank's own rows count: the empty micro-batches that it runs for the collectives are not work
         own = [part for i in run if i < len(cuts) for part in cuts[i]]
+        findings += [finding for outcome in outcomes for finding in outcome.findings]
+        if self._updates > updates_before:
+            same = [name for name, digest in before.items() if after[name] == digest]
+            findings += frozen_tensors(self.model, self.optimizer.state, same, learner, train_calls=calls_before)
         return RankRecord(
             plans=tuple(update.plan for update in planned),
             outcomes=outcomes,
@@ -189,8 +218,9 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             model_flops=self._model_flops(row_lengths(own), backward=not eval_mode),
             peak_flops_per_s=self._peak_flops_per_s(),
             gpu_memory_bytes=gpu_memory_bytes(self._device),
-            weights_before=before,
-            weights_after=after,
+            weights_before=combined(before.values()),
+            weights_after=combined(after.values()),
+            findings=tuple(findings),
         )
 
     def trained_step(self) -> int | None:
@@ -210,18 +240,29 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         step: int | None,
         eval_mode: bool,
         timer: Timer,
+        witness: Request | None,
     ) -> tuple[UpdateOutcome, ...]:
         """Runs the updates that have a trained token, and advances the learning-rate schedule."""
         sole_update, updates_before = eval_mode or len(planned) == 1, self._updates
         outcomes = []
         try:
-            for update in planned:
+            for i, update in enumerate(planned):
                 if update.plan.tokens > 0:
                     context = UpdateContext(
                         loss_fn=loss_fn, counts=update.plan.counts(self._device), step=step, sole_update=sole_update
                     )
-                    outcomes.append(self._update(update.parts, context, timer=timer, train=not eval_mode))
-        except LossFailed:
+                    witnessed = None
+                    if witness is not None:
+                        witnessed = UpdateWitness(
+                            ranks=self,
+                            config=self.config,
+                            request=witness,
+                            update=i,
+                            axes=self._axes(loss_fn),
+                            train_calls=self.train_calls,
+                        )
+                    outcomes.append(self._update(update, context, timer=timer, train=not eval_mode, witness=witnessed))
+        except (LossFailed, WitnessFailed):
             # this update is not applied; if earlier updates of this call were, the learning-rate schedule advances
             if self._updates > updates_before:
                 self.train_calls += 1
@@ -236,41 +277,58 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
 
     def _update(
         self,
-        parts: Sequence[BatchedDataDict],
+        update: PlannedUpdate,
         context: UpdateContext[LossT],
         *,
         timer: Timer,
         train: bool,
+        witness: UpdateWitness | None,
     ) -> UpdateOutcome:
         """Runs the forward passes. For training, also runs the backward passes and, if every rank is finite, one
-        optimizer step. If the loss fails on any rank, raises LossFailed on all ranks, without the optimizer step."""
+        optimizer step. If the loss fails on any rank, raises LossFailed on all ranks, without the optimizer step. So
+        does WitnessFailed, if `witness` finds that the gradients are not those of the objective."""
         loss_total, sums, grad_norm = 0.0, MetricSums(), 0.0
         metrics: list[Mapping[str, float]] = []
-        failure: LossFailed | None = None
+        failure: CallRefused | None = None
+        self.optimizer.zero_grad()
+        if witness is not None:
+            with timer.time("witness"):
+                self.model.set_requires_gradient_sync(True)
+                witness.pass_group(
+                    update.parts,
+                    self.model,
+                    lambda part, seen: self._passed(part, replace(context, watched=seen)),
+                    device=self._device,
+                )
+                self.optimizer.zero_grad()
+            context = replace(context, watched=witness.watched)
         with timer.time("forward_backward"):
-            self.optimizer.zero_grad()
-            for i, part in enumerate(parts):
-                self.model.set_requires_gradient_sync(self._syncs_often or i == len(parts) - 1)
-                with torch.set_grad_enabled(train):
-                    outcome = self._outcome(part.to(self._device), context)
-                if train:
-                    # FSDP averages gradients over the ranks, but the loss is already a part of the global sum
-                    self._accelerator.backward(outcome.differentiable * self.world_size)
+            for i, part in enumerate(update.parts):
+                self.model.set_requires_gradient_sync(self._syncs_often or i == len(update.parts) - 1)
+                outcome = self._passed(part, context, train=train)
                 loss_total += outcome.loss
                 sums += outcome.sums
                 metrics.append(outcome.metrics)
                 failure = failure or outcome.failure
+        if witness is not None:
+            with timer.time("witness"):
+                witness.judge(update.plan, self.model, self.optimizer.state)
         with timer.time("optimizer"):
             if train:
                 norm = self._accelerator.clip_grad_norm_(
                     self.model.parameters(), self.config.learner.optimizer.max_grad_norm
                 )
                 grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-            verdicts = self.gather((bool(np.isfinite([loss_total, grad_norm]).all()), failure))
+            own_finite = bool(np.isfinite([loss_total, grad_norm]).all())
+            if witness is not None and own_finite:  # numbers that are not finite have a treatment of their own (F21)
+                failure = failure or witness.failure
+            verdicts = self.gather((own_finite, failure))
             finite, failures = all(own for own, _ in verdicts), [error for _, error in verdicts if error is not None]
             if train and finite and not failures:
                 self.optimizer.step()
                 self._updates += 1
+                if witness is not None:
+                    witness.compare_elements(norm=grad_norm)
             self.optimizer.zero_grad()
             if failures:
                 raise failures[0]
@@ -280,7 +338,17 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             finite=finite,
             sums=sums,
             micro_batch_metrics=tuple(part for part in metrics if part),
+            findings=() if witness is None or not finite else witness.worst,
         )
+
+    def _passed(self, part: BatchedDataDict, context: UpdateContext[LossT], *, train: bool = True) -> MicroBatchOutcome:
+        """Passes a micro-batch forward, and for training backward."""
+        with torch.set_grad_enabled(train):
+            outcome = self._outcome(part.to(self._device), context)
+        if train:
+            # FSDP averages gradients over the ranks, but the loss is already a part of the global sum
+            self._accelerator.backward(outcome.differentiable * self.world_size)
+        return outcome
 
     def get_advantages(self, data: BatchedDataDict, estimator: TokenEstimator) -> BatchedDataDict:
         """Returns `advantages` and `returns` [B, S] of this rank's rows, without columns if it has no rows.

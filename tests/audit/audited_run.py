@@ -21,6 +21,7 @@ from asyncrl.config.load import shared_config
 from asyncrl.config.schema import OnDeadline
 from asyncrl.coordinator.registry import Deployment
 from asyncrl.coordinator.status import Restored
+from asyncrl.data.specs import trained_mask
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.rows import TRAIN_PARTITION, Rows
 from asyncrl.data_plane.sample_ids import group_of
@@ -36,6 +37,7 @@ from asyncrl.learner.step import Stages
 from asyncrl.ranks.batching import staleness_counts, without_stale
 from asyncrl.ranks.digest import tensor_digest
 from asyncrl.ranks.named_rows import LIMIT, MASKS_STALE
+from asyncrl.witness.judge import Request
 
 FAILED_GROUP = 5
 """A group whose reward fails in every run."""
@@ -62,7 +64,13 @@ class AuditedTrainer(FakeTrainer):
         return tensor_digest("w", self.weights)
 
     def train_from_meta(
-        self, meta: KVBatchMeta, loss_fn: LossFunction, eval_mode: bool = False, *, gbs: int | None = None
+        self,
+        meta: KVBatchMeta,
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        *,
+        gbs: int | None = None,
+        witness: Request | None = None,
     ) -> dict[str, Any]:
         step = meta.extra_info["step"]
         self.asked.append((step, list(dict.fromkeys(map(group_of, meta.sample_ids)))))
@@ -82,6 +90,7 @@ class AuditedTrainer(FakeTrainer):
         report = trained(
             loss=step / 7, token_staleness=counts, trained_tokens=sum(counts), on_policy_tokens=counts[0],
             weights_before=before, weights_after=self.digest,
+            trained_samples=int(trained_mask(rows).any(dim=1).sum()),
         )  # fmt: skip
         return {"report": report}
 

@@ -47,6 +47,7 @@ from asyncrl.metrics.states import StateClock
 from asyncrl.policy.tq_policy import STEP_FIELDS
 from asyncrl.ranks.named_rows import name_fields
 from asyncrl.ranks.report import StepReport
+from asyncrl.witness.judge import Request
 
 GROUPS_PER_STEP = 2
 GROUP_SIZE = 2
@@ -179,6 +180,7 @@ class FakeTrainer:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.client = MemoryClient()
+        self._read_masks = self.client.get_data  # a test may replace that of the client
         self.prepare_step(1)  # a generator registers the partition too, and the scene's may put rows before the learner
         self.answers: list[Answer] = []
         self.asked: list[tuple[int, list[str]]] = []
@@ -186,6 +188,7 @@ class FakeTrainer:
         self.estimators: list[TokenEstimator] = []
         self.outcomes: list[list[float]] = []
         self.gbs: list[int | None] = []
+        self.requests: list[Request | None] = []
         self.fields: list[set[str]] = []
         self.saved: list[str] = []
         self.hf: list[bool] = []
@@ -223,8 +226,15 @@ class FakeTrainer:
         self.write_to_dataplane(meta, {"advantages": rows["token_mask"] * rows[OUTCOME].unsqueeze(1)})
 
     def train_from_meta(
-        self, meta: KVBatchMeta, loss_fn: LossFunction, eval_mode: bool = False, *, gbs: int | None = None
+        self,
+        meta: KVBatchMeta,
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        *,
+        gbs: int | None = None,
+        witness: Request | None = None,
     ) -> dict[str, Any]:
+        self.requests.append(witness)
         self.asked.append((meta.extra_info["step"], list(dict.fromkeys(map(group_of, meta.sample_ids)))))
         self.stages.append("evaluate" if eval_mode else "train")
         self.fields.append(set(meta.fields or []))
@@ -233,7 +243,11 @@ class FakeTrainer:
         answer = self.answers.pop(0) if self.answers else trained()
         if isinstance(answer, Exception):
             raise answer
-        return {"report": answer if isinstance(answer, StepReport) else answer(meta)}
+        report = answer if isinstance(answer, StepReport) else answer(meta)
+        rows = self._read_masks(meta, ["token_mask", "sample_mask"])
+        trained_BS = rows["token_mask"] * rows["sample_mask"].unsqueeze(1) > 0
+        counts = {"trained_tokens": int(trained_BS.sum()), "trained_samples": int(trained_BS.any(dim=1).sum())}
+        return {"report": replace(report, **counts)}
 
     def check_folder(self, folder: Path) -> None: ...
 
@@ -353,6 +367,7 @@ class Scene:
             "learner": {"groups_per_step": GROUPS_PER_STEP, "group_size": GROUP_SIZE, "total_steps": 3},
             "staleness": {"max_versions": 1},
             "eval": {"prompts": 4},
+            "witness": {"every_steps": 0},  # the trainer's numbers are made up
         }
         for section, values in settings.items():
             defaults[section] = defaults.get(section, {}) | values

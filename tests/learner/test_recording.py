@@ -24,7 +24,7 @@ from asyncrl.learner.audit_records import Began, Machine
 from asyncrl.learner.recording import EndedStep, StepRecorder
 from asyncrl.learner.records import StepRecord, build_summary
 from asyncrl.metrics.catalogue import CATALOGUE, Kind, Role
-from asyncrl.metrics.numbers import AGENT_NUMBERS, GAUGES, NUMBERS
+from asyncrl.metrics.numbers import AGENT_NUMBERS, GAUGES, NUMBERS, WITNESSED
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.views.report import read_run, write_report
 from asyncrl.views.run_view import REWARDS, RunView, run_view, setting_of
@@ -62,6 +62,7 @@ NOT_OF_A_STEP = {
     "learner_reward_component_mean",  # only if rewards have components
     "learner_reward_part_mean",  # only with a mixture
     *(f"learner_{GAUGES[name].removeprefix('asyncrl_learner_')}" for name in AGENT_NUMBERS),  # only with agents
+    *(f"learner_witness_{check}_ratio" for check in WITNESSED),  # only in steps that are witnessed
     *("weight_parity_ratio", "weight_parity_nats", "rows_outstanding", "learner_heldout_reward_mean"),
     *("checkpoint_interval_versions", "checkpoint_policy_version", "checkpoint_last_success_timestamp_seconds"),
     *("heartbeat_timestamp_seconds", "deadline_seconds"),
@@ -257,7 +258,7 @@ async def test_a_tracker_gets_groups_of_names_and_speeds_since_the_step_before()
     first, second = scene.log.steps[:2]
     alone, after = first.numbers(None), second.numbers(first)
     assert {name.partition("/")[0] for name in alone} <= {
-        *("reward", "length", "train", "staleness", "speed", "diagnostics", "critic")
+        *("reward", "length", "train", "staleness", "speed", "diagnostics", "critic", "witness")
     }
     assert not [name for name in alone if name.startswith(("time/", "speed/trained"))], "nothing to subtract from"
     span_s = second.wall_s - first.wall_s

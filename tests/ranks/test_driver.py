@@ -94,11 +94,12 @@ def test_gbs_mbs_and_eval_mode_reach_the_ranks_and_mbs_means_padded() -> None:
     policy, ranks = noted(Policy, settings(**PACKED))
     policy.train(complete(make_batch()), LOSS, True, gbs=4, mbs=2)
     [(_, shards, options)] = ranks.calls
-    assert options == {"rows_per_update": 2, "micro_batch_size": 2, "eval_mode": True, "step": None}
+    expected = {"rows_per_update": 2, "micro_batch_size": 2, "eval_mode": True, "step": None, "witness": None}
+    assert options == expected
     assert all(shard.micro_batch_indices is None for shard, _ in shards)
     policy.train(complete(make_batch()), LOSS, gbs=4)
     _, shards, options = ranks.calls[-1]
-    assert options == {"rows_per_update": 2, "micro_batch_size": None, "eval_mode": False, "step": None}
+    assert options == expected | {"micro_batch_size": None, "eval_mode": False}
     assert all(len(shard.micro_batch_indices) == 3 for shard, _ in shards), "one entry for each update"
     policy.get_reference_policy_logprobs(make_batch(), 3)
     assert ranks.calls[-1][2] == {"micro_batch_size": 3}

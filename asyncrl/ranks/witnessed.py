@@ -1,0 +1,403 @@
+"""The ranks' side of the witness: it watches the passes of an update, and repeats those of the drawn group plainly.
+
+The rows of the drawn group have their numbers in the column `witness`; other rows have −1. The ranks hand over what
+their passes used and made, and `asyncrl.witness` has the formulas to compare it with.
+
+Legend: B rows, S tokens, T = S − 1 next tokens.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
+from torch.distributed.tensor import DTensor
+
+from asyncrl.config.schema import Config, LearnerSection, OptimizerSection
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.specs import SUPPORT, trained_mask
+from asyncrl.errors import WitnessFailed
+from asyncrl.ranks.accelerator import compute_dtype
+from asyncrl.ranks.batching import empty_micro_batch
+from asyncrl.ranks.collectives import Collectives
+from asyncrl.ranks.model_rows import branches_as_rows
+from asyncrl.ranks.report import UpdatePlan
+from asyncrl.weights.parity import Differences, ParityLimits
+from asyncrl.witness.judge import (
+    GRADIENT_BFLOAT16,
+    GRADIENT_FLOAT32,
+    Finding,
+    GradientLimits,
+    Request,
+    advantage_findings,
+    coefficients,
+    counts_finding,
+    worst,
+)
+from asyncrl.witness.objective import Axes, Sample
+from asyncrl.witness.optimizer import Element, difference, rate_of_step, stepped
+from asyncrl.witness.plain_pass import plain_attention, plain_pass
+
+WITNESS = "witness"
+"""Column [B]: the number of a row within the drawn group, −1 for other rows."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Watched:
+    """What the passes of an update used and made for the drawn rows of this rank, by their numbers.
+
+    Lists have one entry for each trained token. `places` are the tokens' places among the next tokens of their row.
+    `world_size` is the factor of the backward pass (`RankWorker._update`).
+    """
+
+    world_size: int
+    samples: dict[int, Sample] = field(default_factory=dict)
+    places: dict[int, list[int]] = field(default_factory=dict)
+    by_logprob: dict[int, list[float]] = field(default_factory=dict)
+    by_entropy: dict[int, list[float]] = field(default_factory=dict)
+
+    def watch(self, data: BatchedDataDict, outputs: Mapping[str, torch.Tensor]) -> None:
+        """Notes the columns of the drawn rows of a micro-batch, and what the backward pass gives their log-probs and
+        entropies. `outputs` are the arguments of the loss, [B, T], with their graph."""
+        if WITNESS not in data or "next_token_logprobs" not in outputs:
+            return
+        mask_BT = trained_mask(data)[:, 1:]
+        for row, number in enumerate(data[WITNESS].tolist()):
+            if number >= 0 and bool(mask_BT[row].any()):
+                self.samples[number] = _sample(data, outputs["next_token_logprobs"], row=row, mask_T=mask_BT[row])
+                self.places[number] = mask_BT[row].nonzero().flatten().tolist()
+                self._note(outputs["next_token_logprobs"], self.by_logprob, number, row, mask_BT[row])
+                if "next_token_entropies" in outputs:
+                    self._note(outputs["next_token_entropies"], self.by_entropy, number, row, mask_BT[row])
+
+    def _note(
+        self, output_BT: torch.Tensor, into: dict[int, list[float]], number: int, row: int, mask_T: torch.Tensor
+    ) -> None:
+        def note(gradient_BT: torch.Tensor) -> None:
+            into[number] = (gradient_BT[row][mask_T].double() / self.world_size).tolist()
+
+        output_BT.register_hook(note)  # type: ignore[no-untyped-call]
+
+
+def _sample(data: BatchedDataDict, logprobs_BT: torch.Tensor, *, row: int, mask_T: torch.Tensor) -> Sample:
+    def column(name: str) -> list[float]:
+        return data[name][row, 1:][mask_T].double().tolist() if name in data else []
+
+    return Sample(
+        group=int(data["group_ids"][row]) if "group_ids" in data else 0,
+        reward=float(data["rewards"][row]) if "rewards" in data else 0.0,
+        weight=float(data["sample_mask"][row]),
+        token_weights=column("token_mask"),
+        advantages=column("advantages"),
+        current=logprobs_BT[row].detach()[mask_T].double().tolist(),
+        proximal=column("prev_logprobs"),
+        behaviour=column("generation_logprobs"),
+        reference=column("reference_policy_logprobs"),
+        staleness=column("staleness"),
+    )
+
+
+def drawn_rows(parts: Sequence[BatchedDataDict]) -> list[BatchedDataDict]:
+    """Returns the drawn rows of micro-batches, each with its columns."""
+    found = []
+    for part in parts:
+        rows = (part[WITNESS] >= 0).nonzero().flatten() if WITNESS in part else []
+        if len(rows):
+            found.append(part.select_indices(rows))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainSequence:
+    """A sequence as a model sees it: a row, or a branch of one. The lists have one entry for each token but the first:
+    `supports` the ids of its support, `row_places` its place among the next tokens of its row."""
+
+    number: int
+    tokens: list[int]
+    supports: list[list[int]] | None
+    row_places: list[int]
+
+
+NO_SEQUENCE = PlainSequence(number=-1, tokens=[0, 0], supports=None, row_places=[-1])
+"""A sequence without a trained token, for a rank that has fewer sequences than another one."""
+
+
+def plain_sequences(rows: BatchedDataDict) -> Iterator[PlainSequence]:
+    """Yields the sequences of drawn rows, one after the other."""
+    for row, number in enumerate(rows[WITNESS].tolist()):
+        one = rows.select_indices([row])
+        sequences, branches = branches_as_rows(one)
+        for branch, length in enumerate(sequences["input_lengths"].tolist()):
+            places = list(range(length - 1))
+            if branches is not None:
+                inside_S = branches.inside_BS[0].nonzero().flatten()
+                places = (inside_S[branches.branches_M == branch] - 1).tolist()[1:]
+            supports = None
+            if SUPPORT in sequences:
+                listed = sequences[SUPPORT][branch, 1:length].tolist()
+                supports = [[token for token in support if token >= 0] for support in listed]
+            yield PlainSequence(
+                number=number,
+                tokens=sequences["input_ids"][branch, :length].tolist(),
+                supports=supports,
+                row_places=places,
+            )
+
+
+def squares(model: torch.nn.Module) -> dict[str, float]:
+    """Returns the sum of the squares of this rank's shard of each gradient, by the name of the tensor."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            norm = torch.linalg.vector_norm(_own(parameter.grad), dtype=torch.float64)
+            found[name] = float(norm) ** 2
+    return found
+
+
+def _own(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class UpdateWitness:
+    """Witnesses one update on one rank. The methods are collectives, in the order of a step: `pass_group`, the update's
+    own passes with `watched`, `judge`, and after the optimizer's step `compare_elements`.
+
+    `update` is the number of the update in its step, `train_calls` that of the step in the learning-rate schedule.
+    Without `axes`, the loss is one of the user's own, whose coefficients have no formula.
+    """
+
+    def __init__(
+        self,
+        *,
+        ranks: Collectives,
+        config: Config,
+        request: Request,
+        update: int,
+        axes: Axes | None,
+        train_calls: int,
+    ) -> None:
+        self._ranks = ranks
+        self._config = config
+        self._request = request
+        self._update = update
+        self._axes = axes
+        self._train_calls = train_calls
+        self._findings: list[Finding] = []
+        self._elements: DrawnElements | None = None
+        self.watched = Watched(world_size=ranks.world_size)
+
+    @property
+    def worst(self) -> tuple[Finding, ...]:
+        """The worst finding of each check so far on this rank."""
+        return tuple(worst(self._findings).values())
+
+    @property
+    def failure(self) -> WitnessFailed | None:
+        """The error of this rank that ends the step, if a check has failed and `witness.on_failure` is `stop`."""
+        failed = [finding for finding in self.worst if finding.failed]
+        if not failed or self._config.witness.on_failure != "stop":
+            return None
+        return WitnessFailed(failed[0].message)
+
+    def pass_group(
+        self,
+        parts: Sequence[BatchedDataDict],
+        model: Any,
+        run: Callable[[BatchedDataDict, Watched], object],
+        *,
+        device: torch.device,
+    ) -> None:
+        """Compares the gradient of the drawn rows, and their log-probs, with those of a plain pass.
+
+        The gradients must be 0 before, and are to be set to 0 afterwards. `run` passes a micro-batch forward and
+        backward as a step does, and notes what it does. The plain passes then take the same gradient away again, so
+        what is left is the difference, and there is no second copy of a gradient.
+        """
+        own, seen = drawn_rows(parts), Watched(world_size=self._ranks.world_size)
+        for part in _filled(own, self._ranks, empty_micro_batch):
+            run(part, seen)
+        fast = squares(model)
+        sequences = [sequence for part in own for sequence in plain_sequences(part)]
+        apart: list[float] = []
+        with plain_attention(model):
+            for sequence in _filled(sequences, self._ranks, lambda: NO_SEQUENCE):
+                logprobs = plain_pass(
+                    model,
+                    sequence.tokens,
+                    temperature=self._config.generator.temperature,
+                    device=device,
+                    supports=sequence.supports,
+                    by_logprob=_slopes(seen, sequence),
+                    by_entropy=_slopes(seen, sequence, of_entropy=True),
+                    factor=-float(self._ranks.world_size),
+                )
+                apart += _apart(seen, sequence, logprobs)
+        sides = [*zip(*self._ranks.gather((fast, squares(model))), strict=True)]
+        exact = compute_dtype(self._config) == torch.float32
+        self._findings += _gradient_findings(sides, limits=GRADIENT_FLOAT32 if exact else GRADIENT_BFLOAT16)
+        self._findings += _row_findings(Differences.of(apart), config=self._config, exact=exact)
+
+    def judge(self, plan: UpdatePlan, model: torch.nn.Module, state: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Compares the counts of the update, and the coefficients and advantages that its passes used. Notes elements
+        of the weights for `compare_elements`."""
+        expected = self._request.counts[self._update]
+        self._findings.append(counts_finding(expected, tokens=plan.valid_toks, sequences=plan.valid_seqs))
+        seen = self.watched
+        if self._axes is not None:
+            largest = [abs(each) for column in seen.by_logprob.values() for each in column]
+            scale = max(self._ranks.gather(max(largest, default=0.0)))
+            self._findings += coefficients(self._axes, seen.samples, expected, seen.by_logprob, scale=scale or 1.0)
+        if self._request.advantages is not None:
+            self._findings += advantage_findings(self._request.advantages, seen.samples)
+        self._elements = DrawnElements(model, state, seed=self._config.run.seed + self._train_calls + self._update)
+
+    def compare_elements(self, *, norm: float) -> None:
+        """Compares elements of the weights with AdamW's formula, after the optimizer's step. `norm` is that of the
+        gradients, as the clipping has measured it. Not a collective."""
+        learner = self._config.learner
+        rate = rate_of_step(learner.optimizer, step=self._train_calls, total_steps=learner.total_steps)
+        assert self._elements is not None, "judge comes before the optimizer's step"
+        self._findings += self._elements.findings(learner.optimizer, rate=rate, norm=norm)
+
+
+def _filled(own: Sequence[Any], ranks: Collectives, empty: Callable[[], Any]) -> list[Any]:
+    """Returns what this rank passes, and as many empty passes as another rank has more."""
+    return [*own, *(empty() for _ in range(max(ranks.gather(len(own))) - len(own)))]
+
+
+def _slopes(watched: Watched, sequence: PlainSequence, *, of_entropy: bool = False) -> list[float]:
+    """Returns the slope of each next token of a sequence; 0 for tokens that are not trained."""
+    known = (watched.by_entropy if of_entropy else watched.by_logprob).get(sequence.number, [])
+    at = dict(zip(watched.places.get(sequence.number, []), known, strict=False))
+    return [at.get(place, 0.0) for place in sequence.row_places]
+
+
+def _apart(watched: Watched, sequence: PlainSequence, logprobs: Sequence[float]) -> list[float]:
+    """Returns the absolute differences of the log-probs of trained tokens."""
+    sample = watched.samples.get(sequence.number)
+    if sample is None:
+        return []
+    at = dict(zip(watched.places[sequence.number], sample.current, strict=True))
+    return [abs(at[place] - own) for place, own in zip(sequence.row_places, logprobs, strict=True) if place in at]
+
+
+def _row_findings(found: Differences, *, config: Config, exact: bool) -> list[Finding]:
+    """Returns a finding for the log-probs of the drawn rows of this rank."""
+    if not found.tokens:
+        return []
+    if exact:
+        limits = ParityLimits.of(config, temperature=config.generator.temperature)
+        ratio, words = found.max_nats / limits.largest_nats, f"by at most {found.max_nats:.3g} nats"
+    else:
+        mean = found.spread().mean_nats
+        ratio, words = mean / config.weights.parity_mean_nats, f"by {mean:.3g} nats on average"
+    words = f"log-probs of {found.tokens} tokens differ {words} from those of their rows alone"
+    return [Finding(check="rows", ratio=ratio, words=words)]
+
+
+def _gradient_findings(sides: Sequence[Sequence[Mapping[str, float]]], *, limits: GradientLimits) -> Iterator[Finding]:
+    """Yields a finding for each tensor, and for all together, from the squares of the gradient and of the difference on
+    each rank. Yields none for a group without a gradient."""
+    fast, left = (_added(side) for side in sides)
+    whole = math.sqrt(math.fsum(fast.values()))
+    if not whole:
+        return
+    apart = math.sqrt(math.fsum(left.values())) / whole
+    words = f"the gradient of the drawn group differs by {apart:.3g} of its norm"
+    yield Finding(check="gradient", ratio=apart / limits.of_all, words=words)
+    for name, square in fast.items():
+        apart = math.sqrt(left.get(name, 0.0)) / max(math.sqrt(square), limits.least * whole)
+        words = f"the gradient of {name} for the drawn group differs by {apart:.3g} of its norm"
+        yield Finding(check="gradient", ratio=apart / limits.of_tensor, words=words)
+
+
+def _added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = defaultdict(float)
+    for part in parts:
+        for name, value in part.items():
+            total[name] += value
+    return dict(total)
+
+
+# --- the optimizer's step ---------------------------------------------------------------------------------------------
+
+ELEMENTS = 4
+"""Elements of each shard of a tensor that are compared with the optimizer's formula."""
+
+
+class DrawnElements:
+    """A few elements of this rank's shard of each trained tensor, drawn by `seed`, before and after an optimizer's
+    step."""
+
+    def __init__(self, model: torch.nn.Module, state: Mapping[Any, Mapping[str, Any]], *, seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        self._drawn: list[tuple[str, torch.Tensor, torch.Tensor, list[Element]]] = []
+        for name, parameter in model.named_parameters():
+            own = _own(parameter.detach()).flatten()
+            if parameter.grad is None or not own.numel():
+                continue
+            places = torch.randint(own.numel(), (min(ELEMENTS, own.numel()),), generator=draw).to(own.device)
+            known = state.get(parameter, {})
+            columns = [own, _own(parameter.grad).flatten()]
+            columns += [_own(known[key]).flatten() if key in known else torch.zeros_like(own) for key in _MOMENTS]
+            steps = int(known["step"]) if known else 0
+            numbers = torch.stack([column[places].double() for column in columns], dim=1).tolist()
+            elements = [
+                Element(value=value, gradient=gradient, first=first, second=second, steps=steps)
+                for value, gradient, first, second in numbers
+            ]
+            self._drawn.append((name, own, places, elements))
+
+    def findings(self, settings: OptimizerSection, *, rate: float, norm: float) -> Iterator[Finding]:
+        """Yields a finding for each tensor after the step. `norm` is that of all gradients before they were
+        clipped."""
+        for name, own, places, elements in self._drawn:
+            for element, value in zip(elements, own[places].double().tolist(), strict=True):
+                expected = stepped(element, settings, rate=rate, norm=norm)
+                yield Finding(
+                    check="optimizer",
+                    ratio=difference(element, expected, value),
+                    words=(
+                        f"AdamW's step gave an element of {name} the value {value:.9g} (before: {element.value:.9g}), "
+                        f"and its formula gives {expected:.9g}"
+                    ),
+                )
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def frozen_tensors(
+    model: torch.nn.Module,
+    state: Mapping[Any, Mapping[str, Any]],
+    same: Sequence[str],
+    learner: LearnerSection,
+    *,
+    train_calls: int,
+) -> list[Finding]:
+    """Returns a finding for each tensor in `same`, whose bits an optimizer's step did not change. It has failed if the
+    moments of an element and the rate of the step predict a change above the rounding of its value."""
+    findings, settings = [], learner.optimizer
+    rate = rate_of_step(settings, step=train_calls, total_steps=learner.total_steps)
+    for name, parameter in model.named_parameters():
+        plain = name.replace(_CHECKPOINT_PREFIX, "")
+        if plain not in same or parameter not in state:
+            continue
+        known = state[parameter]
+        (first_decay, second_decay), steps = settings.betas, int(known["step"])
+        first = _own(known["exp_avg"]).double() / (1 - first_decay**steps)
+        second = _own(known["exp_avg_sq"]).double() / (1 - second_decay**steps)
+        predicted = (rate * first / (second.sqrt() + settings.eps)).abs()
+        roundings = predicted / (2**-23 * _own(parameter.detach()).double().abs().clamp(min=2**-126))
+        moved = int((roundings > 1).sum())
+        findings.append(
+            Finding(
+                check="frozen",
+                ratio=float("inf") if moved else 0.0,
+                words=f"no bit of {plain} changed, although its moments predict a change of {moved} elements",
+            )
+        )
+    return findings

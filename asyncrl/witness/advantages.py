@@ -1,0 +1,290 @@
+"""Advantages by plain formulas: one for each sample from the rewards of a step, and one for each token from them.
+
+The axes of an estimator are the mapping of its row in docs/advantages.md, with all defaults filled in. Loops over
+Python's floats, one sample or token after the other.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Axes = Mapping[str, Any]
+
+EQUAL = 1e-12
+"""Other rewards whose squares about their mean are below this share of the group's are equal up to rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """One sample with a reward: the id of its prompt group, its length, and its reward in total and by component."""
+
+    group: int
+    reward: float
+    tokens: int
+    components: Mapping[str, float] = field(default_factory=dict)
+
+
+def shaped(reward: float, *, tokens: int, truncated: bool, limit_tokens: int, buffer_tokens: int) -> float:
+    """Returns a reward with the soft penalty on overlong samples (DAPO, 2503.14476, eq. 13): −1 for a truncated sample,
+    else from 0 to −1 over the last `buffer_tokens` tokens before the limit."""
+    if truncated:
+        return reward - 1
+    return reward - min(max((tokens - (limit_tokens - buffer_tokens)) / buffer_tokens, 0.0), 1.0)
+
+
+def of_samples(axes: Axes, samples: Sequence[Scored]) -> list[float]:
+    """Returns the advantage of each sample of a step. The step may have any groups, in any order."""
+    found = [0.0] * len(samples)
+    compared, groups = _compared(axes, samples), _groups(samples)
+    for name, rewards in compared.items():
+        whole_step = _scale_of_step(axes, groups, rewards)
+        for group in groups:
+            for n in group:
+                centred = _centred(axes, samples, rewards, group, n)
+                scale = _scale_of_group(axes, rewards, group, n) if whole_step is None else whole_step
+                found[n] += axes["weights"].get(name, 1.0) * centred / scale
+    if axes["whiten"] == "none":
+        return found
+    counts = [float(sample.tokens) if axes["whiten"] == "tokens" else 1.0 for sample in samples]
+    whitened = _whitened(axes, found, counts)
+    for group in groups:
+        equal = all(_are_equal(rewards, group) for rewards in compared.values())
+        if equal and _compares_groups(axes) and not _is_raw(axes, group):
+            for n in group:
+                whitened[n] = 0.0
+    return whitened
+
+
+def equal_groups(axes: Axes, samples: Sequence[Scored]) -> list[bool]:
+    """Returns True for each sample of a group whose rewards, as the estimator compares them, are all equal."""
+    found = [False] * len(samples)
+    compared = _compared(axes, samples)
+    for group in _groups(samples) if _compares_groups(axes) else []:
+        for n in group:
+            found[n] = all(_are_equal(rewards, group) for rewards in compared.values())
+    return found
+
+
+def _groups(samples: Sequence[Scored]) -> list[list[int]]:
+    """Returns the indices of the samples of each prompt group."""
+    members: dict[int, list[int]] = {}
+    for n, sample in enumerate(samples):
+        members.setdefault(sample.group, []).append(n)
+    return list(members.values())
+
+
+def _compares_groups(axes: Axes) -> bool:
+    return axes["baseline"] in ("group_mean", "leave_one_out", "length_weighted_mean", "soft_value")
+
+
+def _compared(axes: Axes, samples: Sequence[Scored]) -> dict[str, list[float]]:
+    """Returns the rewards that are compared, by component; "" names the total. A length penalty divides a reward by
+    1 + α · length / mean length of the group (GR3)."""
+    if axes["rewards"] == "components":
+        names = dict.fromkeys(name for sample in samples for name in sample.components)
+        found = {name: [sample.components.get(name, 0.0) for sample in samples] for name in names}
+    else:
+        found = {"": [sample.reward for sample in samples]}
+    if axes["length_penalty"] is not None:
+        for group in _groups(samples):
+            mean = _mean([float(samples[n].tokens) for n in group])
+            for n in group:
+                for rewards in found.values():
+                    rewards[n] /= 1 + axes["length_penalty"] * samples[n].tokens / max(mean, 1e-9)
+    return found
+
+
+def _are_equal(rewards: Sequence[float], group: Sequence[int]) -> bool:
+    return len({rewards[n] for n in group}) == 1
+
+
+def _is_raw(axes: Axes, group: Sequence[int]) -> bool:
+    """Returns True if the only sample of a group has its reward as advantage."""
+    return len(group) == 1 and axes["single"] == "raw"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _squares(values: Sequence[float]) -> float:
+    mean = _mean(values)
+    return math.fsum((value - mean) ** 2 for value in values)
+
+
+def _deviation(axes: Axes, squares: float, count: float) -> float:
+    """Returns the divisor of `count` values with this sum of squares about their mean."""
+    variance = squares / max(count - 1 if axes["divisor"] == "n-1" else count, 1)
+    if axes["eps_in"] == "variance":
+        return math.sqrt(variance + axes["eps"])
+    return math.sqrt(variance) + float(axes["eps"])
+
+
+def _centred(axes: Axes, samples: Sequence[Scored], rewards: Sequence[float], group: Sequence[int], n: int) -> float:
+    """Returns reward − baseline of sample n of a group; exactly 0 if all rewards of the group are equal."""
+    if not _compares_groups(axes) or _is_raw(axes, group):
+        return rewards[n]
+    if _are_equal(rewards, group):
+        return 0.0
+    own = [rewards[m] for m in group]
+    match axes["baseline"]:
+        case "group_mean":
+            return rewards[n] - _mean(own)
+        case "leave_one_out":
+            return rewards[n] - _mean([rewards[m] for m in group if m != n])
+        case "length_weighted_mean":
+            tokens = sum(samples[m].tokens for m in group)
+            weighted = math.fsum(samples[m].tokens * rewards[m] for m in group)
+            return rewards[n] - (weighted / tokens if tokens else _mean(own))
+    # soft_value: temperature · log of the mean of e^(r / temperature)
+    tau, largest = axes["temperature"], max(own)
+    return rewards[n] - largest - float(tau * math.log(_mean([math.exp((each - largest) / tau) for each in own])))
+
+
+def _scale_of_step(axes: Axes, groups: Sequence[Sequence[int]], rewards: Sequence[float]) -> float | None:
+    """Returns the divisor that is the same for all samples of a step; None if each group or sample has its own."""
+    match axes["scale"]:
+        case "none":
+            return 1.0
+        case "batch_std":
+            return _deviation(axes, _squares(rewards), len(rewards))
+        case "informative_share":
+            teaching = [
+                n for group in groups for n in group
+                if not _are_equal(rewards, group) or (_is_raw(axes, group) and rewards[n] != 0)
+            ]  # fmt: skip
+            return max(1, len(teaching)) / len(rewards)
+        case "nonzero_share":
+            return max(1, sum(reward != 0 for reward in rewards)) / len(rewards)
+    return None
+
+
+def _scale_of_group(axes: Axes, rewards: Sequence[float], group: Sequence[int], n: int) -> float:
+    own, others = [rewards[m] for m in group], [rewards[m] for m in group if m != n]
+    if len(own) == 1:
+        return 1.0
+    match axes["scale"]:
+        case "group_std":
+            return _deviation(axes, _squares(own), len(own))
+        case "leave_one_out_std":
+            return 1.0 if _squares(others) <= EQUAL * _squares(own) else _deviation(axes, _squares(others), len(others))
+        case "group_mean":
+            return 1.0 if _are_equal(rewards, group) else _mean(own) + float(axes["eps"])
+    raise ValueError(f"the witness has no formula for the scale {axes['scale']}")
+
+
+def _whitened(axes: Axes, values: Sequence[float], counts: Sequence[float]) -> list[float]:
+    """Returns (v − mean) / deviation, where value i counts `counts[i]` times; 0 where the count is 0."""
+    inside = [(value, count) for value, count in zip(values, counts, strict=True) if count > 0]
+    if not inside:
+        return [0.0] * len(values)
+    total = math.fsum(count for _, count in inside)
+    mean = math.fsum(value * count for value, count in inside) / total
+    divisor = _deviation(axes, math.fsum(count * (value - mean) ** 2 for value, count in inside), total)
+    equal = len({value for value, _ in inside}) == 1
+    back = mean if axes["keep_mean"] else 0.0
+    return [
+        0.0 if count == 0 else back if equal else (value - mean) / divisor + back
+        for value, count in zip(values, counts, strict=True)
+    ]
+
+
+# --- one advantage for each trained token of a sample ---------------------------------------------------------------
+
+
+def token_rewards(outcome: float, kl: Axes | None, policy: Sequence[float], reference: Sequence[float]) -> list[float]:
+    """Returns the reward of each trained token: `outcome` for the last one, and −β · KL to the reference for all."""
+    found = [0.0] * len(policy)
+    for t, (p, q) in enumerate(zip(policy, reference or policy, strict=True)):
+        if kl is not None:
+            d = p - q
+            found[t] -= kl["beta"] * {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[kl["kind"]]
+    if found:
+        found[-1] += outcome
+    return found
+
+
+def discounted(rewards: Sequence[float], gamma: float) -> list[float]:
+    """Returns Σ_k γ^k · r_{t+k} of each token (REINFORCE++, 2501.03262)."""
+    return [math.fsum(gamma**k * reward for k, reward in enumerate(rewards[t:])) for t in range(len(rewards))]
+
+
+def generalised(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
+    """Returns Σ_k (γλ)^k · δ_{t+k} with δ_t = r_t + γ · V_{t+1} − V_t (GAE, 1506.02438), V = 0 after the last token."""
+    following = [*values[1:], 0.0]
+    deltas = [r + gamma * later - now for r, now, later in zip(rewards, values, following, strict=True)]
+    return discounted(deltas, gamma * lam)
+
+
+def adaptive_lambda(tokens: int, alpha: float) -> float:
+    """Returns λ = 1 − 1/(α · tokens), at least 0 (VAPO, 2504.05118)."""
+    return max(0.0, 1 - 1 / (alpha * tokens)) if tokens else 0.0
+
+
+def vtrace(
+    rewards: Sequence[float], values: Sequence[float], log_ratios: Sequence[float], gamma: float
+) -> tuple[list[float], list[float]]:
+    """Returns V-trace's advantages and targets with ρ̄ = c̄ = 1 (1802.01561): v_t = V_t + Σ_k γ^k · c_t ⋯ c_{t+k−1} ·
+    ρ_{t+k} · δ_{t+k}, and the advantages r_t + γ · v_{t+1} − V_t."""
+    following = [*values[1:], 0.0]
+    cut = [min(1.0, math.exp(min(log_ratio, 0.0))) for log_ratio in log_ratios]
+    targets = []
+    for t in range(len(rewards)):
+        target, trace = values[t], 1.0
+        for k in range(t, len(rewards)):
+            target += trace * cut[k] * (rewards[k] + gamma * following[k] - values[k])
+            trace *= gamma * cut[k]
+        targets.append(target)
+    later = [*targets[1:], 0.0]
+    return [r + gamma * v - now for r, v, now in zip(rewards, later, values, strict=True)], targets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenColumns:
+    """The columns of one sample, with one entry for each trained token; empty if the estimator does not read it."""
+
+    policy: Sequence[float]
+    reference: Sequence[float] = ()
+    behaviour: Sequence[float] = ()
+    values: Sequence[float] = ()
+
+
+def of_tokens(rule: Axes, outcome: float, columns: TokenColumns) -> tuple[list[float], list[float]]:
+    """Returns the advantage of each trained token before the whitening, and its return. `outcome` is the sample's
+    reward, less its baseline without a critic. `rule` has the name of the estimator and its numbers."""
+    rewards = token_rewards(outcome, rule["kl"], columns.policy, columns.reference)
+    match rule["name"]:
+        case "discounted":
+            found = discounted(rewards, rule["gamma"])
+            return found, found
+        case "gae":
+            lam = rule["lam"]
+            if rule["length_alpha"] is not None:
+                lam = adaptive_lambda(len(rewards), rule["length_alpha"])
+            own = generalised(rewards, columns.values, rule["gamma"], lam)
+            of_value = generalised(rewards, columns.values, rule["gamma"], rule["value_lam"])
+            return own, [a + v for a, v in zip(of_value, columns.values, strict=True)]
+        case "vtrace":
+            log_ratios = [p - b for p, b in zip(columns.policy, columns.behaviour, strict=True)]
+            return vtrace(rewards, columns.values, log_ratios, rule["gamma"])
+    raise ValueError(f"the witness has no formula for the estimator {rule['name']}")
+
+
+def unlike(raw: Sequence[float], found: Sequence[float], *, whitened: bool) -> float:
+    """Returns the largest difference of `found` from `raw`, as a share of the largest number in `found`.
+
+    The whitening of a step shifts and scales all of its tokens in the same way, so with `whitened` the shift and the
+    scale that fit best are taken.
+    """
+    shift, scale = 0.0, 1.0
+    if whitened and raw:
+        mean_raw, mean_found = _mean(raw), _mean(found)
+        spread = math.fsum((value - mean_raw) ** 2 for value in raw)
+        pairs = zip(raw, found, strict=True)
+        together = math.fsum((value - mean_raw) * (other - mean_found) for value, other in pairs)
+        # a scale is above 0: advantages with the opposite sign are not those of these rewards
+        scale = max(together / spread, 0.0) if spread > EQUAL * math.fsum(value**2 for value in raw) else 0.0
+        shift = mean_found - scale * mean_raw
+    apart = max((abs(shift + scale * value - other) for value, other in zip(raw, found, strict=True)), default=0.0)
+    return apart / (max((abs(value) for value in found), default=0.0) or 1.0)

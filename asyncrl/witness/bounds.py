@@ -1,0 +1,88 @@
+"""Bounds of an objective that depend on all tokens of a step: the budget of a gate, and effective shares.
+
+The first path searches them on a grid with sums over the ranks. Here they are judged by their definition, with all
+tokens of the step in one list.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from asyncrl.witness.objective import Axes
+
+CLOSE = 1e-4
+"""Accepted relative difference of a bound. The grid of the first path has a relative precision of 4e-6."""
+
+Tokens = Mapping[str, Sequence[float]]
+"""The step's trained tokens: `advantages`, and the log-probs of each policy by its name."""
+
+
+def unlike_bounds(configured: Axes, used: Axes, tokens: Tokens) -> str:
+    """Returns what is wrong with the bounds that a step used, in words; "" if nothing is."""
+    problems = [
+        _budget_problem(gate, used["gates"][i], tokens)
+        for i, gate in enumerate(configured["gates"])
+        if gate["budget"] is not None
+    ]
+    if configured["weight"] is not None and configured["weight"]["min_ess"] is not None:
+        problems.append(_cap_problem(configured["weight"], used["weight"], tokens))
+    share = effective_share(_ratios(tokens, "current", "behaviour"))
+    if configured["surrogate"]["kind"] == "weighted":
+        for side in ("positive", "negative"):
+            kernel, own = configured["surrogate"][side], used["surrogate"][side]
+            if kernel.get("ess") and not _is_close(own["hi"], min(kernel["hi"], share)):
+                problems.append(f"the kernel is capped at {own['hi']:.6g}, and the effective share is {share:.6g}")
+    left = [penalty for penalty in used["penalties"] if penalty["ess"]]
+    for penalty in (each for each in configured["penalties"] if each["ess"]):
+        beta = left.pop(0)["beta"] if left else 0.0
+        if abs(beta - penalty["beta"] * (1 - share)) > CLOSE * penalty["beta"]:
+            problems.append(f"a penalty has β = {beta:.6g}, and the effective share is {share:.6g}")
+    return "; ".join(filter(None, problems))
+
+
+def effective_share(ratios: Sequence[float]) -> float:
+    """Returns (Σρ)² / (N · Σρ²), at most 1; 1 without a token."""
+    if not ratios:
+        return 1.0
+    return min(1.0, math.fsum(ratios) ** 2 / (len(ratios) * math.fsum(ratio**2 for ratio in ratios)))
+
+
+def _ratios(tokens: Tokens, p: str, q: str) -> list[float]:
+    return [math.exp(a - b) for a, b in zip(tokens.get(p, ()), tokens.get(q, ()), strict=False)]
+
+
+def _is_close(one: float, other: float) -> bool:
+    return one == other or abs(one - other) <= CLOSE * abs(other)
+
+
+def _budget_problem(gate: Axes, used: Axes, tokens: Tokens) -> str:
+    """The mean k2 of the kept tokens is at most the budget, and would not be with the next token (M2PO, 2510.01161)."""
+    subject = []
+    for p, q, advantage in zip(tokens[gate["p"]], tokens[gate["q"]], tokens["advantages"], strict=True):
+        away = advantage * (p - q) > 0
+        if gate["when"] == "always" or (away if gate["when"] == "moving_away" else advantage < 0):
+            subject.append((p - q) ** 2 / 2)
+    subject.sort()
+    kept, total = 0, 0.0
+    while kept < len(subject) and (total + subject[kept]) / (kept + 1) <= gate["budget"] * (1 + 1e-9):
+        total += subject[kept]
+        kept += 1
+    least = subject[kept - 1] if kept else 0.0
+    most = subject[kept] if kept < len(subject) else math.inf
+    found = used["hi"]
+    if (found == gate["hi"] and found <= most) or least * (1 - CLOSE) <= found <= most * (1 + CLOSE):
+        return ""
+    return f"a gate's budget gives the bound {found:.6g}, and its definition one from {least:.6g} to {most:.6g}"
+
+
+def _cap_problem(weight: Axes, used: Axes, tokens: Tokens) -> str:
+    """The effective share of the clamped weights is at least `min_ess`, and would not be with a larger cap."""
+    ratios, found = _ratios(tokens, weight["p"], weight["q"]), used["hi"]
+
+    def share(cap: float) -> float:
+        return effective_share([min(max(ratio, weight["lo"]), cap) for ratio in ratios])
+
+    too_large = share(found) < weight["min_ess"] * (1 - CLOSE) and found > 1
+    too_small = found < weight["hi"] and share(found * (1 + 10 * CLOSE)) >= weight["min_ess"]
+    if not (too_large or (too_small and found * (1 + 10 * CLOSE) > 1)):
+        return ""
+    return f"a weight's min_ess gives the cap {found:.6g}, with an effective share of {share(found):.6g}"

@@ -1,0 +1,287 @@
+"""What an objective gives each token: the derivatives of the loss by the token's log-prob and entropy.
+
+The first path builds the loss from tensors and lets autograd derive it. This module states the derivatives themselves,
+with loops over Python's floats, as docs/losses.md and the papers have them. The objective is the mapping of its axes
+(`asyncrl losses NAME`), with all defaults filled in.
+
+    L = Σ_t a_t · [ W_t · K_t · S(u_t, A_t, lp_t) + Σ_j β_j · P_j(t) ]
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Axes = Mapping[str, Any]
+
+LARGEST_LOG_RATIO = 40.0
+"""A ratio above e^40 comes from a broken log-prob. It counts as e^40 and carries no gradient."""
+TINY = 1.1754943508222875e-38
+"""The smallest normal number of float32, for the remaining probability of a token that has nearly all of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The trained tokens of one sample; each list has one entry for each of them.
+
+    `current`, `proximal`, `behaviour` and `reference` are log-probs in nats; `proximal` is that of the step's start.
+    A list that the objective does not read may be empty. `staleness` is in versions. `token_weights` are the entries
+    of the token mask, and `weight` is the sample mask. `group` names the prompt.
+    """
+
+    group: int
+    reward: float
+    weight: float
+    token_weights: Sequence[float]
+    advantages: Sequence[float]
+    current: Sequence[float]
+    proximal: Sequence[float] = ()
+    behaviour: Sequence[float] = ()
+    reference: Sequence[float] = ()
+    staleness: Sequence[float] = ()
+
+    def __len__(self) -> int:
+        return len(self.current)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Weighted counts of a whole update, over all ranks: trained tokens, trained sequences, trained tokens by prompt
+    group, and trained tokens of samples with a reward above 0."""
+
+    tokens: float
+    sequences: float
+    tokens_by_group: Mapping[int, float] = field(default_factory=dict)
+    positive_tokens: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derivatives:
+    """∂L/∂log-prob and ∂L/∂entropy of each trained token of a sample."""
+
+    logprobs: list[float]
+    entropies: list[float]
+
+
+def derivatives(axes: Axes, sample: Sample, counts: Counts, *, apart_nats: float = 0.0) -> Derivatives:
+    """Returns the derivatives of the loss of an update by each trained token of one sample.
+
+    `apart_nats` moves the log-probs of the trained policies away from those of the sampler and the reference. A caller
+    evaluates both signs of a rounding error, because a token at the edge of a clip may be on either side of it.
+    """
+    sources = _sources(axes, sample, apart_nats)
+    tokens = range(len(sample))
+    averaging = [_averaging(axes, sample, counts, t) for t in tokens]
+    kept = [_weight(axes["weight"], sources, t) for t in tokens]
+    for gate in axes["gates"]:
+        kept = [0.0 if _is_gated(gate, sources, sample, t) else kept[t] for t in tokens]
+    log_ratios, moves = _log_ratios(axes, sources, sample)
+    found = [0.0] * len(sample)
+    for t in tokens:
+        by_logprob, by_ratio = _slopes(axes["surrogate"], log_ratios[t], sample.advantages[t])
+        share = averaging[t] * kept[t]
+        found[t] += share * by_logprob
+        for other, move in moves(t).items():
+            found[other] += share * by_ratio * move
+    entropies = [0.0] * len(sample)
+    for penalty in axes["penalties"]:
+        for t in tokens:
+            if penalty["kind"] == "positive_nll":
+                if sample.reward > 0:
+                    found[t] -= penalty["beta"] * sample.weight * sample.token_weights[t] / counts.positive_tokens
+                continue
+            if penalty["kind"] == "entropy":
+                entropies[t] -= averaging[t] * penalty["beta"]
+                continue
+            found[t] += averaging[t] * penalty["beta"] * _penalty_slope(penalty, sources, t)
+    return Derivatives(logprobs=found, entropies=entropies)
+
+
+def _sources(axes: Axes, sample: Sample, apart_nats: float) -> dict[str, list[float]]:
+    """Returns the log-probs by the policy's name. An interpolated proximal policy is behaviour + (1 − 1/d) · (current −
+    behaviour) for a token of d > 0 versions, and current for d = 0 (A-3PO, 2512.06547)."""
+    current = list(sample.current)
+    behaviour = [value - apart_nats for value in sample.behaviour]
+    reference = [value - apart_nats for value in sample.reference]
+    if axes["proximal"] == "interpolated":
+        proximal = [
+            now if age == 0 else old + (1 - 1 / age) * (now - old)
+            for now, old, age in zip(current, behaviour, sample.staleness, strict=True)
+        ]
+    else:
+        proximal = [value - apart_nats / 2 for value in sample.proximal]
+    return {"current": current, "proximal": proximal, "behaviour": behaviour, "reference": reference}
+
+
+def _averaging(axes: Axes, sample: Sample, counts: Counts, t: int) -> float:
+    """Returns a_t: by what the token's loss is multiplied before all losses are added."""
+    share = sample.weight * sample.token_weights[t]
+    match axes["aggregation"]:
+        case "token_mean":
+            return share / counts.tokens
+        case "sequence_mean":
+            return share / sum(sample.token_weights) / counts.sequences
+        case "sequence_sum":
+            return share / counts.sequences
+        case "sequence_sum_constant":
+            return share / counts.sequences / float(axes["constant"])
+        case "prompt_mean":
+            prompts = sum(tokens > 0 for tokens in counts.tokens_by_group.values())
+            return share / prompts / counts.tokens_by_group[sample.group]
+        case "sum":
+            return share
+    raise ValueError(f"the witness has no formula for the aggregation {axes['aggregation']}")
+
+
+def _pooled(values: Sequence[float], how: str, t: int) -> float:
+    """Returns the value of token t, or the one that it shares with its sequence."""
+    match how:
+        case "token":
+            return values[t]
+        case "mean":
+            return math.fsum(values) / len(values)
+        case "sum":
+            return math.fsum(values)
+        case "min":
+            return min(values)
+        case "max":
+            return max(values)
+    raise ValueError(f"the witness has no formula for the pool {how}")
+
+
+def _ratio(log_ratio: float, lo: float = 0.0, hi: float = math.inf) -> float:
+    return min(max(math.exp(min(log_ratio, LARGEST_LOG_RATIO)), lo), hi)
+
+
+def _weight(weight: Axes | None, sources: Mapping[str, Sequence[float]], t: int) -> float:
+    """Returns W_t: the ratio p/q, bounded or zeroed outside its bounds; 1 without a weight."""
+    if weight is None:
+        return 1.0
+    logs = [p - q for p, q in zip(sources[weight["p"]], sources[weight["q"]], strict=True)]
+    log_ratio, lo, hi = _pooled(logs, weight["pool"], t), weight["lo"], weight["hi"]
+    if weight["outside"] == "zero" and not _log(lo) <= log_ratio <= _log(hi):
+        return 0.0
+    return _ratio(log_ratio, lo, hi)
+
+
+def _log(bound: float) -> float:
+    return math.log(bound) if bound > 0 else -math.inf
+
+
+def _is_gated(gate: Axes, sources: Mapping[str, Sequence[float]], sample: Sample, t: int) -> bool:
+    """Returns True if the gate removes the token: K_t = 0."""
+    p, q, advantage = sources[gate["p"]], sources[gate["q"]], sample.advantages[t]
+    if gate["when"] == "negative_advantage" and not advantage < 0:
+        return False
+    if gate["when"] == "moving_away" and not advantage * (p[t] - q[t]) > 0:
+        return False
+    if gate["stat"] == "ratio":
+        log_ratio = _pooled([a - b for a, b in zip(p, q, strict=True)], gate["pool"], t)
+        return not _log(gate["lo"]) <= log_ratio <= _log(gate["hi"])
+    stat = _pooled([STATISTICS[gate["stat"]](a, b) for a, b in zip(p, q, strict=True)], gate["pool"], t)
+    return not gate["lo"] <= stat <= gate["hi"]
+
+
+def _difference(p: float, q: float) -> float:
+    return min(max(p - q, -LARGEST_LOG_RATIO), LARGEST_LOG_RATIO)
+
+
+def _binary_kl(p: float, q: float) -> float:
+    """Returns q · log(q/p) + (1 − q) · log((1 − q)/(1 − p)) of log-probs p and q."""
+    rest_p, rest_q = max(-math.expm1(p), TINY), max(-math.expm1(q), TINY)
+    return -math.exp(q) * _difference(p, q) + rest_q * (math.log(rest_q) - math.log(rest_p))
+
+
+STATISTICS: Mapping[str, Callable[[float, float], float]] = {
+    "log_ratio": lambda p, q: p - q,
+    "k1": lambda p, q: -_difference(p, q),
+    "k2": lambda p, q: _difference(p, q) ** 2 / 2,
+    "k3": lambda p, q: math.exp(_difference(p, q)) - 1 - _difference(p, q),
+    "probability": lambda p, q: math.exp(p) - math.exp(q),
+    "binary_kl": _binary_kl,
+}
+"""The statistics of gates from log p and log q, other than the ratio."""
+
+
+def _log_ratios(
+    axes: Axes, sources: Mapping[str, Sequence[float]], sample: Sample
+) -> tuple[list[float], Callable[[int], dict[int, float]]]:
+    """Returns log u of each token, and a function that returns ∂ log u_t / ∂ lp by token, for a token t."""
+    size, surrogate = len(sample), axes["surrogate"]
+    # a surrogate without a ratio does not read its anchor, which may then have no log-probs
+    anchor = sources[axes["anchor"]] or sources["current"]
+    own = [now - then for now, then in zip(sources["current"], anchor, strict=True)]
+    slopes = [1.0] * size
+    if axes["pre_clip"] is not None and surrogate["kind"] != "reinforce":
+        lo, hi = math.log(axes["pre_clip"]["lo"]), math.log(axes["pre_clip"]["hi"])
+        for t, advantage in enumerate(sample.advantages):
+            if (advantage > 0 and own[t] > hi) or (advantage < 0 and own[t] < lo):
+                own[t], slopes[t] = (hi if advantage > 0 else lo), 0.0
+    match axes["level"]:
+        case "token":
+            return own, lambda t: {t: slopes[t]}
+        case "sequence_mean":
+            mean = math.fsum(own) / max(size, 1)
+            return [mean] * size, lambda _: {other: slopes[other] / size for other in range(size)}
+        case "sequence_sum":
+            return [math.fsum(own)] * size, lambda _: dict(enumerate(slopes))
+        case "sequence_mean_token":  # sg(mean) · π/sg(π): the mean's value with the token's own gradient (2507.18071)
+            mean = math.fsum(own) / max(size, 1)
+            return [mean] * size, lambda t: {t: 1.0}
+    raise ValueError(f"the witness has no formula for the level {axes['level']}")
+
+
+def _slopes(surrogate: Axes, log_ratio: float, advantage: float) -> tuple[float, float]:
+    """Returns (∂S/∂lp with u fixed, ∂S/∂ log u)."""
+    limit = LARGEST_LOG_RATIO / 2 if surrogate["kind"] == "quadratic" else LARGEST_LOG_RATIO
+    ratio = math.exp(min(log_ratio, limit))
+    moves = log_ratio <= limit
+    match surrogate["kind"]:
+        case "reinforce":  # S = −A · lp
+            return -advantage, 0.0
+        case "weighted":  # S = −A · k(u) · lp, with k fixed
+            kernel = surrogate["positive"] if advantage > 0 else surrogate["negative"]
+            return -advantage * _kernel(kernel, log_ratio), 0.0
+        case "regression":  # S = (β · log u − A)²
+            return 0.0, 2 * surrogate["beta"] * (surrogate["beta"] * log_ratio - advantage)
+        case "linear":  # S = −A · u
+            return 0.0, -advantage * ratio * moves
+        case "clipped":  # S = max(−A · u, −A · clamp(u, lo, hi)), and at most −dual · A where A < 0
+            dual = surrogate["dual"]
+            flat = (advantage > 0 and ratio > surrogate["hi"]) or (
+                advantage < 0 and (ratio < surrogate["lo"] or (dual is not None and ratio > dual))
+            )
+            return 0.0, 0.0 if flat else -advantage * ratio * moves
+        case "soft_gate":  # S = −A · (4/τ) · σ(τ · (u − 1))
+            tau = surrogate["positive"] if advantage > 0 else surrogate["negative"]
+            gate = 1 / (1 + math.exp(min(-tau * (ratio - 1), 700.0)))
+            return 0.0, -4 * advantage * gate * (1 - gate) * ratio * moves
+        case "quadratic":  # S = −A · u + |A| · (u − 1)² / (2 · width)
+            return 0.0, (-advantage + abs(advantage) * (ratio - 1) / surrogate["width"]) * ratio * moves
+    raise ValueError(f"the witness has no formula for the surrogate {surrogate['kind']}")
+
+
+def _kernel(kernel: Axes, log_ratio: float) -> float:
+    match kernel["kind"]:
+        case "clamp":
+            return _ratio(log_ratio, kernel["lo"], kernel["hi"])
+        case "inverse":
+            return _ratio(-log_ratio, 0.0, kernel["hi"])
+        case "gamma":
+            return math.exp(kernel["shape"] * log_ratio + kernel["rate"] * (1 - _ratio(log_ratio)))
+    raise ValueError(f"the witness has no formula for the kernel {kernel['kind']}")
+
+
+def _penalty_slope(penalty: Axes, sources: Mapping[str, Sequence[float]], t: int) -> float:
+    """Returns ∂P/∂lp of a token, for the penalties that compare log-probs."""
+    now = sources["current"][t]
+    d = now - sources[penalty["q"]][t]
+    bounded = min(-d, LARGEST_LOG_RATIO)
+    k3 = math.exp(bounded) - 1 + d
+    k3_slope = 1 - math.exp(bounded) * (-d <= LARGEST_LOG_RATIO)
+    value, slope = {"k1": (d, 1.0), "k2": (d * d / 2, d), "k3": (k3, k3_slope), "k3+": (k3, d)}[penalty["kind"]]
+    if penalty["corrected_by"] == "none":
+        return slope
+    log_ratio = now - sources[penalty["corrected_by"]][t]
+    ratio = math.exp(min(log_ratio, LARGEST_LOG_RATIO))
+    return slope * ratio + value * ratio * (log_ratio <= LARGEST_LOG_RATIO)

@@ -1,0 +1,64 @@
+"""AdamW, the clipping of gradients and the schedule of the learning rate, by their formulas, for single elements."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncrl.config.schema import OptimizerSection
+
+RELATIVE = 1e-3
+"""Accepted relative difference of a change. Float32 moments give 1e-6, and moments near 0 up to 1e-4."""
+ROUNDINGS = 2
+"""Accepted difference of a new value, in units of the rounding of float32 at this value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Element:
+    """One number of a weight before an optimizer's step: its value, its gradient before the clipping, its two moments,
+    and the number of steps that made these."""
+
+    value: float
+    gradient: float
+    first: float
+    second: float
+    steps: int
+
+
+def rate_of_step(settings: OptimizerSection, *, step: int, total_steps: int) -> float:
+    """Returns the learning rate of step 0, 1, …: it rises linearly over the warm-up, and then falls from its peak to
+    `final_fraction` of it at the last step, linearly or as half a cosine, or stays."""
+    peak = settings.learning_rate
+    if step < settings.warmup_steps:
+        return peak * (step + 1) / settings.warmup_steps
+    steps_of_fall = max(1, total_steps - 1 - settings.warmup_steps)
+    done = min(1.0, (step - settings.warmup_steps) / steps_of_fall)
+    left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[settings.schedule]
+    lowest = peak if settings.schedule == "constant" else peak * settings.final_fraction
+    return lowest + (peak - lowest) * left
+
+
+def clipped(gradient: float, *, norm: float, limit: float) -> float:
+    """Returns the gradient of an element after the gradients of all elements were scaled to the norm `limit`, if their
+    norm is larger."""
+    return gradient * min(1.0, limit / (norm + 1e-6))
+
+
+def stepped(element: Element, settings: OptimizerSection, *, rate: float, norm: float) -> float:
+    """Returns the value after a step of AdamW (1711.05101) with this learning rate."""
+    (first_decay, second_decay), t = settings.betas, element.steps + 1
+    gradient = clipped(element.gradient, norm=norm, limit=settings.max_grad_norm)
+    first = first_decay * element.first + (1 - first_decay) * gradient
+    second = second_decay * element.second + (1 - second_decay) * gradient**2
+    direction = (first / (1 - first_decay**t)) / (math.sqrt(second / (1 - second_decay**t)) + settings.eps)
+    return element.value - rate * settings.weight_decay * element.value - rate * direction
+
+
+def difference(element: Element, expected: float, found: float) -> float:
+    """Returns the difference of a new value from the expected one, as a share of what is accepted."""
+    rounding = ROUNDINGS * 2**-23 * max(abs(element.value), abs(expected), 2**-126)
+    return abs(found - expected) / (RELATIVE * abs(expected - element.value) + rounding)
+
+
+def norm_of(squares: Sequence[float]) -> float:
+    """Returns the norm of gradients whose squares were added up by part."""
+    return math.sqrt(math.fsum(squares))

@@ -1,0 +1,82 @@
+"""A plain pass of one sequence: no padding, no packing, no shared prompt, transformers' own attention, full logits.
+
+Temperature, supports and the softmax are applied in float64. The gradient of a log-prob by the logits is stated, and
+not derived by autograd: ∂ log p_t / ∂z = (1_t − p) / τ, and ∂H / ∂z = −p · (log p + H) / τ.
+
+Legend: S tokens of the sequence, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+AT_ONCE = 64
+"""Tokens whose softmax over the vocabulary is computed at once, in float64."""
+
+
+@contextmanager
+def plain_attention(model: Any) -> Iterator[None]:
+    """Lets a model of transformers compute with its eager attention within the block."""
+    usual = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(usual)
+
+
+def plain_pass(
+    model: Any,
+    tokens: Sequence[int],
+    *,
+    temperature: float,
+    device: torch.device,
+    supports: Sequence[Sequence[int]] | None = None,
+    by_logprob: Sequence[float] | None = None,
+    by_entropy: Sequence[float] | None = None,
+    factor: float = 1.0,
+) -> list[float]:
+    """Returns the log-prob of each token but the first, given the tokens before it, in nats.
+
+    `supports` has the ids among which each of these tokens was sampled, or an empty list where it was not sampled: its
+    log-prob is then 0. With `by_logprob` and `by_entropy`, one number for each of these tokens, it also adds to the
+    gradients of the weights: `factor` times those of Σ by_logprob · log-prob + by_entropy · entropy. Sharded models
+    communicate in both passes, so all ranks must call it.
+    """
+    ids_1S = torch.tensor([list(tokens)], device=device)
+    with torch.set_grad_enabled(by_logprob is not None):
+        logits_SV: torch.Tensor = model(input_ids=ids_1S, use_cache=False).logits[0, :-1]
+    slopes_SV = None if by_logprob is None else torch.zeros_like(logits_SV)
+    found: list[float] = []
+    for start in range(0, len(logits_SV), AT_ONCE):
+        stop = min(start + AT_ONCE, len(logits_SV))
+        z_NV = logits_SV[start:stop].detach().double() / temperature
+        targets_N = ids_1S[0, start + 1 : stop + 1]
+        inside = [True] * (stop - start)
+        if supports is not None:
+            allowed_NV = torch.zeros_like(z_NV, dtype=torch.bool)
+            for n, support in enumerate(supports[start:stop]):
+                inside[n] = len(support) > 0
+                allowed_NV[n, list(support) or slice(None)] = True
+            z_NV = z_NV.masked_fill(~allowed_NV, -torch.inf)
+        logp_NV = z_NV - z_NV.logsumexp(1, keepdim=True)
+        own_N = logp_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1).tolist()
+        found += [own if sampled else 0.0 for own, sampled in zip(own_N, inside, strict=True)]
+        if slopes_SV is None or by_logprob is None:
+            continue
+        p_NV = logp_NV.exp()
+        for n in range(stop - start):
+            if not inside[n]:
+                continue
+            by_z_V = -by_logprob[start + n] * p_NV[n]
+            by_z_V[targets_N[n]] += by_logprob[start + n]
+            if by_entropy is not None and by_entropy[start + n]:
+                log_p_V = torch.where(p_NV[n] > 0, logp_NV[n], 0.0)
+                entropy = -(p_NV[n] * log_p_V).sum()
+                by_z_V -= by_entropy[start + n] * p_NV[n] * (log_p_V + entropy)
+            slopes_SV[start + n] = (factor / temperature * by_z_V).to(slopes_SV.dtype)
+    if slopes_SV is not None:
+        torch.autograd.backward([logits_SV], [slopes_SV])
+    return found

@@ -1,0 +1,244 @@
+"""The work of each rank in the tests of the witness: healthy steps, and steps with a planted fault. It runs in spawned
+processes and writes the findings to a file."""
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import torch
+from rounding import SMOOTH_OPTIMIZER
+from tiny_groups import STEP, join, make_config, make_groups
+from torch.distributed import FileStore
+
+from asyncrl.algorithms import loss as loss_module
+from asyncrl.algorithms.loss import ObjectiveLoss
+from asyncrl.algorithms.objective import Aggregation, Objective
+from asyncrl.algorithms.presets import PRESETS
+from asyncrl.config.schema import Config
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.errors import WitnessFailed
+from asyncrl.policy import micro_batch
+from asyncrl.policy.step_loss import needs_proximal, needs_reference
+from asyncrl.policy.worker import PolicyWorker
+from asyncrl.ranks import worker as worker_module
+from asyncrl.ranks.report import StepReport, step_report
+from asyncrl.ranks.witnessed import WITNESS
+from asyncrl.witness.judge import Request
+from asyncrl.witness.objective import Counts
+
+MODES: Mapping[str, dict[str, Any]] = {
+    "padded": {"micro_batch_size": 4},
+    "dynamic": {"batching": "dynamic", "micro_batch_tokens": 48},
+    "packed": {"batching": "packed", "micro_batch_tokens": 48},
+}
+DRAWN = 3
+"""The group that is drawn, whose three samples have 8, 1 and 3 tokens."""
+
+Ratios = dict[str, float]
+
+
+def batch() -> BatchedDataDict:
+    data = join(make_groups())
+    drawn = (data["group_ids"] == DRAWN).nonzero().flatten()
+    data[WITNESS] = torch.full((data.size,), -1)
+    data[WITNESS][drawn] = torch.arange(len(drawn))
+    return data
+
+
+def request_of(data: BatchedDataDict) -> Request:
+    weight_BS = data["token_mask"] * data["sample_mask"].unsqueeze(1)
+    weight_BS[:, 0] = 0.0
+    groups = data["group_ids"].unique().tolist()
+    counts = Counts(
+        tokens=float(weight_BS.sum()),
+        sequences=float(data["sample_mask"].sum()),
+        tokens_by_group={group: float(weight_BS[data["group_ids"] == group].sum()) for group in groups},
+        positive_tokens=float(weight_BS[data["rewards"] > 0].sum()),
+    )
+    return Request(counts=(counts,), advantages=tuple(data["advantages"][data[WITNESS] >= 0].tolist()))
+
+
+def objective_of(name: str) -> Objective:
+    objective = PRESETS[name].objective
+    if objective.aggregation is Aggregation.SEQUENCE_SUM_CONSTANT:
+        return msgspec.structs.replace(objective, constant=17.0)
+    return objective
+
+
+def step(policy: PolicyWorker, name: str) -> Ratios:
+    """Trains a step that is witnessed, and returns the largest difference of each check as a share of its limit."""
+    return {check: finding.ratio for check, finding in reported(policy, name, batch()).findings.items()}
+
+
+def reported(policy: PolicyWorker, name: str, data: BatchedDataDict) -> StepReport:
+    loss = ObjectiveLoss(objective_of(name))
+    shard = data.shard_by_batch_size(policy.world_size, allow_uneven_shards=True)[policy.rank]
+    if needs_reference(loss):
+        shard["reference_policy_logprobs"] = policy.get_reference_policy_logprobs(shard)["reference_logprobs"]
+    if needs_proximal(loss, updates=1):
+        shard["prev_logprobs"] = policy.get_logprobs(shard)["logprobs"]
+    rows = -(-data.size // policy.world_size)
+    record = policy.train(shard, loss, rows_per_update=rows, step=STEP, witness=request_of(data))
+    return step_report(policy.gather(record))
+
+
+# --- planted faults -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def replaced(where: Any, name: str, made_of: Callable[[Any], Any]) -> Iterator[None]:
+    """Replaces a function within the block by one that is made of it."""
+    with patch.object(where, name, made_of(getattr(where, name))):
+        yield
+
+
+def rows_left_out(prepared: Any) -> Any:
+    def without_one(self: PolicyWorker, data: BatchedDataDict, *args: Any, **options: Any) -> Any:
+        data["sample_mask"] = data["sample_mask"].clone()
+        data["sample_mask"][0] = 0.0
+        return prepared(self, data, *args, **options)
+
+    return without_one
+
+
+def advantages_exchanged(prepared: Any) -> Any:
+    def rolled(self: PolicyWorker, data: BatchedDataDict, *args: Any, **options: Any) -> Any:
+        data["advantages"] = data["advantages"].roll(1)
+        return prepared(self, data, *args, **options)
+
+    return rolled
+
+
+def of_current(sources: Any) -> Any:
+    def found(self: ObjectiveLoss, column: Any, *, logprobs: torch.Tensor) -> Any:
+        return {name: logprobs.detach() for name in sources(self, column, logprobs=logprobs)}
+
+    return found
+
+
+def scaled(factor: float) -> Any:
+    return lambda function: lambda *args, **options: factor * function(*args, **options)
+
+
+def without_temperature(model_logprobs: Any) -> Any:
+    return lambda *args, temperature, **options: model_logprobs(*args, temperature=1.0, **options)
+
+
+@contextmanager
+def half_of_the_tensors_stay(policy: PolicyWorker) -> Iterator[None]:
+    step_of, kept = policy.optimizer.step, [*policy.model.parameters()][::2]
+
+    def without_half() -> None:
+        before = [parameter.detach().clone() for parameter in kept]
+        step_of()
+        for parameter, value in zip(kept, before, strict=True):
+            parameter.data.copy_(value)
+
+    policy.optimizer.step = without_half
+    try:
+        yield
+    finally:
+        policy.optimizer.step = step_of
+
+
+@contextmanager
+def a_layer_without_gradient(policy: PolicyWorker) -> Iterator[None]:
+    """The backward pass of packed rows loses a half of the gradient of a layer. Rows alone keep it."""
+    layer = policy.model.model.layers[0].mlp
+
+    def halved(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if policy.model.config._attn_implementation == "eager":
+            return output
+        return output / 2 + output.detach() / 2
+
+    hook = layer.register_forward_hook(halved)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def no_clip(policy: PolicyWorker) -> Any:
+    clip = policy._accelerator.clip_grad_norm_
+    return patch.object(policy._accelerator, "clip_grad_norm_", lambda parameters, _: clip(parameters, 1e9))
+
+
+@contextmanager
+def another_decay(policy: PolicyWorker) -> Iterator[None]:
+    """The optimizer decays the weights, which the configuration does not ask for."""
+    for group in policy.optimizer.param_groups:
+        group["weight_decay"] = 0.5
+    try:
+        yield
+    finally:
+        for group in policy.optimizer.param_groups:
+            group["weight_decay"] = policy.config.learner.optimizer.weight_decay
+
+
+FAULTS: Mapping[str, tuple[str, Callable[[PolicyWorker], Any]]] = {
+    "a row is left out": ("counts", lambda _: replaced(PolicyWorker, "_prepared", rows_left_out)),
+    "advantages are exchanged": ("advantages", lambda _: replaced(PolicyWorker, "_prepared", advantages_exchanged)),
+    "the clip never acts": ("coefficients", lambda _: replaced(ObjectiveLoss, "sources", of_current)),
+    "another divisor": ("coefficients", lambda _: replaced(loss_module, "_divisor", scaled(1.01))),
+    "no temperature": ("rows", lambda _: replaced(micro_batch, "model_logprobs", without_temperature)),
+    "half of a layer's gradient": ("gradient", a_layer_without_gradient),
+    "half of the tensors stay": ("frozen", half_of_the_tensors_stay),
+    "another learning rate": ("optimizer", lambda _: replaced(worker_module, "learning_rate", scaled(1.05))),
+    "no learning rate": ("frozen", lambda _: replaced(worker_module, "learning_rate", scaled(0.0))),
+    "gradients are not clipped": ("optimizer", no_clip),
+    "another weight decay": ("optimizer", another_decay),
+}
+"""Faults by name: the check that finds each, and what plants it on a rank within a block."""
+
+
+def run_rank(rank: int, world_size: int, folder: Path) -> None:
+    results: dict[str, Any] = {}
+
+    def worker(name: str, *, dtype: str = "float32", on_failure: str = "warn", **learner: Any) -> PolicyWorker:
+        config = make_config(loss="decoupled_icepop", optimizer=SMOOTH_OPTIMIZER, **learner).model_dump()
+        config["model"]["dtype"] = dtype
+        config["witness"]["on_failure"] = on_failure
+        store = FileStore(str(folder / f"store-{world_size}-{name}"), world_size)
+        return PolicyWorker(
+            model_path=str(folder / "model"), config=Config.model_validate(config), rank=rank, world_size=world_size,
+            store=store,
+        )  # fmt: skip
+
+    for mode, learner in MODES.items():
+        for dtype in ("float32", "bfloat16"):
+            policy = worker(f"{mode} {dtype}", dtype=dtype, **learner)
+            names = PRESETS if (mode, dtype) == ("packed", "float32") else ("decoupled_icepop", "grpo", "gspo")
+            for name in names:
+                results[f"{mode} {dtype} {name}"] = step(policy, name)
+            policy.close()
+    policy = worker("faults", **MODES["packed"])
+    for name, (_, plant) in FAULTS.items():
+        with ExitStack() as stack:
+            stack.enter_context(plant(policy))
+            results[f"fault: {name}"] = step(policy, "decoupled_icepop")
+        results[f"after: {name}"] = step(policy, "decoupled_icepop")
+    policy.close()
+    results["stopped"] = _stopped(worker("stopped", on_failure="stop", **MODES["packed"]))
+    (folder / f"results-{world_size}-{rank}.pkl").write_bytes(pickle.dumps(results))
+
+
+def _stopped(policy: PolicyWorker) -> dict[str, Any]:
+    """Plants a fault that ends the step before the optimizer's, and trains a healthy step afterwards."""
+    before = policy.weights_digest()
+    message = ""
+    with replaced(loss_module, "_divisor", scaled(1.01)):
+        try:
+            step(policy, "decoupled_icepop")
+        except WitnessFailed as error:
+            message = str(error)
+    found = {"message": message, "unchanged": policy.weights_digest() == before, "after": step(policy, "grpo")}
+    overflow = batch()
+    overflow["advantages"][overflow[WITNESS] == 0] = 3e38
+    report = reported(policy, "decoupled_icepop", overflow)
+    found["nonfinite"] = (report.skipped, dict(report.findings))
+    policy.close()
+    return found

@@ -1,0 +1,126 @@
+"""The learner asks the witness about a drawn group, and ends a run whose counts are not those of the lease."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from learner_scenes import GROUP_SIZE, Scene, trained
+
+from asyncrl.algorithms.token_estimators import DiscountedReturns
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.errors import WitnessFailed
+from asyncrl.learner.witnessed_step import Witnessed, is_witnessed, token_columns, token_findings
+from asyncrl.value.estimators import GAE
+from asyncrl.witness.judge import Finding, Request
+
+
+@pytest.mark.asyncio
+async def test_the_first_step_and_every_nth_one_are_witnessed() -> None:
+    scene = Scene(witness={"every_steps": 2}, learner={"total_steps": 5})
+    await scene.run()
+    assert [request is not None for request in scene.trainer.requests] == [True, False, True, False, True]
+    assert ["witness" in fields for fields in scene.trainer.fields] == [True, False, True, False, True]
+    assert [is_witnessed(3, first=first, config=scene.config) for first in (True, False)] == [True, False]
+
+
+@pytest.mark.asyncio
+async def test_a_request_has_the_counts_of_each_update_and_the_advantages_of_the_drawn_group() -> None:
+    scene = Scene(witness={"every_steps": 1}, learner={"total_steps": 1, "updates_per_step": 2})
+    await scene.run()
+    [request] = scene.trainer.requests
+    assert request is not None
+    assert [(counts.tokens, counts.sequences) for counts in request.counts] == [(3, 2), (3, 2)]
+    assert request.advantages == pytest.approx((-(0.5**0.5), 0.5**0.5), abs=1e-5), "rewards of a group are 0 and 1"
+
+
+@pytest.mark.asyncio
+async def test_of_a_group_that_is_too_long_only_the_first_rows_are_witnessed() -> None:
+    scene = Scene(witness={"every_steps": 1, "group_tokens": 1}, learner={"total_steps": 1})
+    await scene.run()
+    [request] = scene.trainer.requests
+    assert request is not None
+    assert request.advantages is not None
+    assert len(request.advantages) == 1 < GROUP_SIZE
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("on_failure", ["stop", "warn"])
+async def test_a_step_that_does_not_train_its_lease_is_named(
+    on_failure: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = Scene(witness={"every_steps": 0, "on_failure": on_failure}, learner={"total_steps": 2})
+    train = scene.trainer.train_from_meta
+
+    def with_fewer(*args: Any, **options: Any) -> Any:
+        report = train(*args, **options)["report"]
+        return {"report": replace(report, trained_tokens=report.trained_tokens - 1)}
+
+    monkeypatch.setattr(scene.trainer, "train_from_meta", with_fewer)
+    words = (
+        "the ranks train 5 tokens of 4 samples in an update, and the lease and its masks leave 6 tokens of 4 samples"
+    )
+    if on_failure == "stop":
+        with pytest.raises(WitnessFailed, match=f"step 0: .*check `counts` found: {words}"):
+            await scene.run()
+        return
+    await scene.run()
+    assert words in caplog.text
+    assert [step.diagnostics["witness_counts_ratio"] > 1 for step in scene.log.steps] == [True, True]
+
+
+@pytest.mark.asyncio
+async def test_what_the_ranks_found_ends_the_run_and_is_recorded() -> None:
+    finding = Finding(check="optimizer", ratio=3.0, words="an element of w")
+    scene = Scene(learner={"total_steps": 2})
+    scene.trainer.answers = [
+        trained(findings={"optimizer": replace(finding, ratio=0.5)}),
+        trained(findings={"optimizer": finding}),
+    ]
+    with pytest.raises(WitnessFailed, match=r"step 1: .*`optimizer` found: an element of w; this is 3 times"):
+        await scene.run()
+    [step] = scene.log.steps
+    assert step.diagnostics["witness_optimizer_ratio"] == 0.5
+    assert step.diagnostics["witness_counts_ratio"] == 0.0
+
+
+def drawn(outcomes: tuple[float, ...]) -> Witnessed:
+    return Witnessed(numbers_B=torch.tensor([0, 1]), request=Request(counts=()), rows=(0, 1), outcomes=outcomes)
+
+
+def test_advantages_of_tokens_are_compared_up_to_the_whitening_of_the_step() -> None:
+    rows = BatchedDataDict(
+        token_mask=torch.tensor([[0.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 0.0]]),
+        sample_mask=torch.ones(2),
+        advantages=torch.tensor([[0.0, 0.81, 0.9, 1.0], [0.0, -1.8, -2.0, 0.0]]),
+    )
+    discounted = DiscountedReturns(gamma=0.9)
+    assert token_columns(discounted) == ["token_mask", "sample_mask", "advantages"]
+    [healthy] = token_findings(drawn((1.0, -2.0)), rows, discounted)
+    assert not healthy.failed
+    rows["advantages"] = 3 * rows["advantages"] + 0.5
+    [whitened] = token_findings(drawn((1.0, -2.0)), rows, discounted)
+    assert not whitened.failed
+    for wrong in (rows["advantages"].flip(0), -rows["advantages"], rows["advantages"].roll(1, dims=1)):
+        [finding] = token_findings(drawn((1.0, -2.0)), BatchedDataDict({**rows, "advantages": wrong}), discounted)
+        assert finding.failed
+
+
+def test_returns_of_a_critic_are_compared_as_they_are() -> None:
+    gae = GAE(gamma=1.0, lam=1.0, value_lam=1.0)
+    rows = BatchedDataDict(
+        token_mask=torch.tensor([[0.0, 1.0, 1.0]]),
+        sample_mask=torch.ones(1),
+        values=torch.tensor([[0.0, 0.25, 0.5]]),
+        advantages=torch.tensor([[0.0, 0.75, 0.5]]),
+        returns=torch.tensor([[0.0, 1.0, 1.0]]),
+    )
+    assert token_columns(gae) == ["token_mask", "sample_mask", "values", "advantages", "returns"]
+    assert not any(finding.failed for finding in token_findings(drawn((1.0,)), rows, gae))
+    rows["returns"] = rows["returns"] + 0.01
+    assert [finding.failed for finding in token_findings(drawn((1.0,)), rows, gae)] == [False, True]
+
+
+def test_an_estimator_of_the_users_own_has_no_formula() -> None:
+    own = replace(drawn((1.0, -2.0)), outcomes=None)
+    assert token_findings(own, BatchedDataDict(), DiscountedReturns()) == []

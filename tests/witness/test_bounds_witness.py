@@ -1,0 +1,79 @@
+"""The witness accepts the bounds that a step's calibration finds, and no others."""
+
+import math
+
+import msgspec
+import pytest
+import torch
+
+from asyncrl.algorithms.calibration import StepTokens, calibrated
+from asyncrl.algorithms.objective import Clamp, Gate, Linear, Objective, Penalty, Reinforce, Weight, Weighted
+from asyncrl.algorithms.presets import PRESETS
+from asyncrl.witness.bounds import unlike_bounds
+
+OBJECTIVES = {
+    "m2po": PRESETS["m2po"].objective,
+    "p3o": PRESETS["p3o"].objective,
+    "budget of all tokens": Objective(
+        surrogate=Linear(), anchor="behaviour", gates=(Gate(stat="k2", p="current", budget=0.05),)
+    ),
+    "budget of bad tokens": Objective(
+        surrogate=Linear(),
+        anchor="behaviour",
+        gates=(Gate(stat="k2", p="current", budget=0.001, when="negative_advantage"),),
+    ),
+    "least effective share": Objective(surrogate=Reinforce(), weight=Weight(p="current", min_ess=0.9)),
+    "nearly all of it": Objective(surrogate=Reinforce(), weight=Weight(p="current", hi=1.5, min_ess=0.999)),
+}
+
+
+def tokens(seed: int, apart: float) -> StepTokens:
+    draw = torch.Generator().manual_seed(seed)
+    current = -3 * torch.rand(200, generator=draw)
+    behaviour = current + apart * torch.randn(200, generator=draw)
+    sources = {"current": current, "behaviour": behaviour, "proximal": current}
+    return StepTokens(advantages=torch.randn(200, generator=draw), sources=sources)
+
+
+def lists_of(step: StepTokens) -> dict[str, list[float]]:
+    columns = {**step.sources, "advantages": step.advantages}
+    return {name: values.double().tolist() for name, values in columns.items()}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("apart", [0.0, 0.01, 0.3, 1.0])
+def test_the_bounds_of_a_step_are_accepted(name: str, apart: float) -> None:
+    configured = OBJECTIVES[name]
+    for seed in range(5):
+        step = tokens(seed, apart)
+        used = calibrated(configured, tokens=step, reduce=lambda values: values)
+        assert unlike_bounds(*map(msgspec.to_builtins, (configured, used)), lists_of(step)) == "", seed
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_other_bounds_are_not(name: str) -> None:
+    configured, step = OBJECTIVES[name], tokens(0, 0.5)
+    used = calibrated(configured, tokens=step, reduce=lambda values: values)
+    axes = msgspec.to_builtins(used)
+    for factor in (0.7, 1.5):
+        wrong = msgspec.to_builtins(used)
+        if used.weight is not None and configured.weight is not None and configured.weight.min_ess is not None:
+            wrong["weight"] = {**axes["weight"], "hi": max(1.0, factor * axes["weight"]["hi"])}
+        elif used.gates and math.isfinite(used.gates[0].hi):
+            wrong["gates"] = [{**axes["gates"][0], "hi": factor * axes["gates"][0]["hi"]}]
+        else:
+            assert isinstance(used.surrogate, Weighted)
+            assert isinstance(used.surrogate.positive, Clamp)
+            positive = {**axes["surrogate"]["positive"], "hi": factor * axes["surrogate"]["positive"]["hi"]}
+            wrong["surrogate"] = {**axes["surrogate"], "positive": positive}
+        if wrong != axes:
+            assert unlike_bounds(msgspec.to_builtins(configured), wrong, lists_of(step)), factor
+
+
+def test_a_penalty_has_the_rest_of_the_effective_share() -> None:
+    penalty = Penalty(beta=0.5, kind="k3", q="behaviour", ess=True)
+    configured, step = Objective(surrogate=Reinforce(), penalties=(penalty,)), tokens(1, 0.5)
+    used = calibrated(configured, tokens=step, reduce=lambda values: values)
+    axes = msgspec.to_builtins(configured)
+    assert unlike_bounds(axes, msgspec.to_builtins(used), lists_of(step)) == ""
+    assert "a penalty has β = 0.5" in unlike_bounds(axes, axes, lists_of(step))

@@ -1,0 +1,81 @@
+"""A plain pass gives the log-probs of a pass of packed rows, and its stated slopes give the gradient of autograd."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_groups import VOCABULARY, make_model, rows_of
+from transformers import AutoModelForCausalLM
+
+from asyncrl.policy.logprobs import model_logprobs
+from asyncrl.ranks.packed import ATTENTION
+from asyncrl.witness.plain_pass import plain_attention, plain_pass
+
+TEMPERATURE = 0.7
+ROWS = [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 9], [30, 31, 32, 33, 34]]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("plain") / "model")
+
+
+def loaded(folder: Path, attention: str) -> torch.nn.Module:
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
+    return model.train(False)
+
+
+def supports() -> list[list[list[int]]]:
+    """Returns the support of each next token: its own id and some others; none for a token that was not sampled."""
+    draw = torch.Generator().manual_seed(0)
+    found = []
+    for row in ROWS:
+        others = torch.randint(0, VOCABULARY, (len(row) - 1, 5), generator=draw).tolist()
+        found.append([sorted({token, *more}) for token, more in zip(row[1:], others, strict=True)])
+        found[-1][1] = []
+    return found
+
+
+@pytest.mark.parametrize("with_supports", [False, True])
+def test_a_row_alone_has_its_log_probs_and_its_gradient(folder: Path, with_supports: bool) -> None:
+    width, chosen = max(map(len, ROWS)), supports()
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in ROWS])
+    lengths = torch.tensor([len(row) for row in ROWS])
+    support = torch.full((len(ROWS), width, 6), -1)
+    for b, row in enumerate(chosen):
+        for t, tokens in enumerate(row):
+            support[b, t + 1, : len(tokens)] = torch.tensor(tokens)
+    fast = loaded(folder, ATTENTION)
+    rows = rows_of(ids, packed_lengths_B=lengths, support_BSK=support if with_supports else None)
+    logprobs, entropies = model_logprobs(fast, rows, temperature=TEMPERATURE, with_entropy=True)  # type: ignore[arg-type]
+    assert entropies is not None
+    draw = torch.Generator().manual_seed(1)
+    by_logprob, by_entropy = (torch.randn(logprobs.shape, generator=draw) for _ in range(2))
+    inside = torch.arange(width - 1) < (lengths - 1).unsqueeze(1)
+    ((by_logprob * logprobs + by_entropy * entropies) * inside).sum().backward()  # type: ignore[no-untyped-call]
+    plain = loaded(folder, "sdpa")
+    with plain_attention(plain):
+        for b, row in enumerate(ROWS):
+            found = plain_pass(
+                plain,
+                row,
+                temperature=TEMPERATURE,
+                device=CPU,
+                supports=chosen[b] if with_supports else None,
+                by_logprob=by_logprob[b, : len(row) - 1].tolist(),
+                by_entropy=by_entropy[b, : len(row) - 1].tolist(),
+            )
+            assert found == pytest.approx(logprobs[b, : len(row) - 1].tolist(), abs=1e-5)
+    assert plain.config._attn_implementation == "sdpa"
+    for (name, one), (_, other) in zip(fast.named_parameters(), plain.named_parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert float((one.grad - other.grad).norm()) <= 1e-4 * float(one.grad.norm()), name
+
+
+def test_a_pass_without_slopes_makes_no_gradient(folder: Path) -> None:
+    model = loaded(folder, "sdpa")
+    with plain_attention(model):
+        assert len(plain_pass(model, ROWS[0], temperature=1.0, device=CPU)) == len(ROWS[0]) - 1
+    assert all(parameter.grad is None for parameter in model.parameters())
