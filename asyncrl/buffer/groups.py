@@ -23,7 +23,7 @@ from itertools import takewhile
 
 import msgspec
 
-from asyncrl.buffer.fleet import Fleet
+from asyncrl.buffer.fleet import Fleet, replica_of
 from asyncrl.buffer.ledger import Account, Amount, EndedGroup, Event, Fate, Ledger, LedgerEntry
 from asyncrl.buffer.records import NO_TASK, GroupMeta, LeasedGroup, OpenGroup, Prefix, Ticket, WaitingPrompt
 from asyncrl.buffer.staleness import Limits
@@ -33,8 +33,8 @@ from asyncrl.data.prompts import PromptSource
 SEEDS_A_RUN = 2**32
 """Sample seeds of one `run.seed`. A `run.seed` is below 2**31, so all of them are below 2**63, the limit of vLLM."""
 LAST_ATTEMPTS = 10_000
-"""Number of ended groups whose last attempt is remembered, to name the reason why a late commit is refused. Retried and
-failed groups are remembered only. A commit of an older one is refused too."""
+"""Number of ended groups whose last attempt is remembered, to name the reason why a late commit is refused. Groups that
+were trained at their first attempt need no memory. A commit of an older one is refused too."""
 
 _KEY = re.compile(r"(\d+)\.(\d+)")
 
@@ -359,11 +359,13 @@ class Groups:
     def next_prompt(self, *, replica: str) -> WaitingPrompt | None:
         """Returns the earliest prompt at the front, else a new prompt; None if there is neither.
 
-        A prompt that failed on this replica comes last, if a healthy replica has not tried it.
+        A prompt that failed on this replica, also on an earlier process of it, comes last, if a healthy replica has not
+        tried it.
         """
+        name = replica_of(replica)
 
         def other_may_try(prompt: WaitingPrompt) -> bool:
-            return replica in prompt.failed_on and self._fleet.has_other_than(prompt.failed_on)
+            return name in map(replica_of, prompt.failed_on) and self._fleet.has_other_than(prompt.failed_on)
 
         return self._pop_waiting(unless=other_may_try) or self.new_prompt() or self._pop_waiting(unless=lambda _: False)
 
@@ -716,8 +718,8 @@ class Groups:
         self._ready_tokens += slot.tokens
 
     def _leave_ready(self, slots: Collection[Slot]) -> None:
-        """Removes any ready groups, and frees their slots. Takes O(n). It is for lost rows, which are rare and affect
-        many groups at once."""
+        """Removes any ready groups, and frees their slots. Takes O(n). It is for lost and dropped rows, which are
+        rare and affect many groups at once."""
         for slot in slots:
             del self.ready[slot.ticket.group]
             self._ready_tokens -= slot.tokens

@@ -69,7 +69,7 @@ class ReplayBuffer:
     filtered. The order of the prompts and their seeds depend only on their source, so that a run with η = 0 trains the
     same batches as a sequential loop.
 
-    The owner of the buffer may read these attributes:
+    The owner of the buffer may read these attributes, and tell `fleet` and `failures` what happened:
 
     - `limits`: the limits of the buffer.
     - `step`: the number of acked steps, and `lineage`: the incarnations of the learner so far.
@@ -254,7 +254,8 @@ class ReplayBuffer:
         return Reservation(tickets=tuple(tickets), refusal=refusal if len(tickets) < count else None)
 
     def commit(self, meta: GroupMeta) -> CommitOutcome:
-        """Makes a group ready, or filters it. The caller has generated and scored the group and has stored its rows.
+        """Makes a group ready, or filters it; a group with tokens of lost weights is generated again. The caller has
+        generated and scored the group and has stored its rows.
 
         Raises an error if the metadata contradicts the ticket, which is a bug in asyncrl: StalenessViolation for a
         token that is older than the ticket, ValueError for anything else. The ticket then stays reserved.

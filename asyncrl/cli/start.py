@@ -288,8 +288,11 @@ async def _run_both(
         learner = await closing.enter_async_context(running(learner_deployment.run(stop), name="learner"))
         stopping = await closing.enter_async_context(running(stop.wait(), name="stopping"))
         first: tuple[asyncio.Future[Any], ...] = (learner, generators, stopping)
-        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         end.set()
+        if learner in done:  # generators may fail because the learner has
+            await asyncio.wait([generators])
+            await learner
         await generators  # if it raises, the learner is cancelled
         return await learner
 

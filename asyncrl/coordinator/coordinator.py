@@ -136,7 +136,7 @@ class Clearing:
         try:
             await stored.clear(keys)
         except Exception as error:
-            logger.warning("the rows of groups that will not be trained were not cleared: %s", error)
+            logger.warning("rows or partial generations that no group needs were not cleared: %s", error)
 
 
 _NO_LEASE_EVER = (LeaseWait.FINISHED, LeaseWait.TOO_MANY_FAILURES)
@@ -165,7 +165,7 @@ class Coordinator:
     waits until `clock` has moved by a number of seconds.
 
     `registry` has the deployments, their metrics endpoints and the state of the run, and `buffer` the groups. Processes
-    call the methods of the registry too. Only this class changes the buffer.
+    call the methods of the registry too. Only this class, and `Clearing` for it, change the buffer.
     """
 
     def __init__(
@@ -592,6 +592,7 @@ class Coordinator:
             self._waiting.groups_changed()
         elif deployment.role is Role.LEARNER and replaced is not None and not repeated:
             incarnation = self.buffer.succeed()
+            self.registry.set_state(RunState.STARTING)
             logger.warning("learner %s replaces %s as incarnation %d", deployment.id, replaced.id, incarnation)
             self._waiting.groups_changed()
         return self.buffer.lineage

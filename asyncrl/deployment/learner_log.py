@@ -1,6 +1,6 @@
 """Two of the sinks of a learner's records: its memory, for the live view and the summary, and experiment trackers.
 
-The third one is the run's directory (`RunDir`).
+The others are the run's directory (`RunDir`) and the callbacks of `asyncrl.run` (`Screen.records`).
 """
 
 from collections.abc import Callable, Sequence

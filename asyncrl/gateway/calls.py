@@ -246,7 +246,7 @@ _Body = TypeVar("_Body", bound=msgspec.Struct)
 
 async def read_call(request: Request, kind: type[_Body]) -> _Body:
     """Reads the body of a call. Raises Refused if it is too large, not complete, or not of this kind. The server ends
-    the connection of a body that arrives too slowly (`gateway_connections.py`)."""
+    the connection of a body that arrives too slowly (`server.py`)."""
     parts, size = [], 0
     try:
         async for part in request.stream():

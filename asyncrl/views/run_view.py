@@ -164,9 +164,9 @@ def run_view(
 ) -> RunView:
     """Returns the view of the run with these records. It covers the last `RECENT_STEPS` steps if `recent`, else all.
 
-    `failures` is the number of failed groups by reason. With the buffer's `status`, the failures, the groups in the
-    buffer and the versions come from it; and, unless `recent`, the shares of time, because the buffer knows them also
-    before the first step and after the last one.
+    `failures` is the number of failed groups by reason. With the buffer's `status`, the failures, the groups by fate
+    and in the buffer, the versions and the time without progress come from it; and, unless `recent`, the shares of
+    time, because the buffer knows them also before the first step and after the last one.
     """
     known = setting or Setting()
     view = RunView(evals=evals, failures=failures or {}, hidden_tags=known.hidden_tags, room=known.room)

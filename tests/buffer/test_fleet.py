@@ -249,6 +249,17 @@ def test_a_prompt_that_failed_on_a_replica_is_left_to_a_healthy_one() -> None:
     assert (third.group, third.attempt) == (0, 2), "both have tried it, so any replica may try again"
 
 
+def test_a_prompt_that_failed_on_an_earlier_process_of_a_replica_is_left_to_a_healthy_one_too() -> None:
+    scene = scene_of("a.1", "b.1")
+    [ticket] = scene.reserve(1, replica="a.1")
+    fail(scene, ticket.key)
+    scene.buffer.fleet.heartbeat("a.2", has_weights=True)
+    [other] = scene.reserve(1, replica="a.2")
+    assert (other.group, other.attempt) == (1, 0), "another prompt"
+    [again] = scene.reserve(1, replica="b.1")
+    assert (again.group, again.attempt) == (0, 1)
+
+
 def test_a_prompt_that_another_replica_could_try_does_not_wait_for_it_when_there_is_no_other_prompt() -> None:
     scene = Scene(eta=3, per_step=4, prompts=1)
     for replica in ("a", "b"):  # b drains, so it never reserves

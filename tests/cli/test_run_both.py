@@ -70,8 +70,15 @@ async def test_the_first_phase_is_shown_before_ray_starts(tmp_path: Path) -> Non
 class Pools:
     """Two deployments that run until they are asked to end or cancelled. `ended` lists how each one ended."""
 
-    def __init__(self, *, generators: Exception | None = None, learner: Exception | None = None):
+    def __init__(
+        self,
+        *,
+        generators: Exception | None = None,
+        learner: Exception | None = None,
+        generators_at_end: Exception | None = None,
+    ):
         self.ended: list[str] = []
+        self._at_end = {"generators": generators_at_end}
         self.parts = replace(
             imported_parts(),
             new_generators=self._deployment("generators", generators),
@@ -87,6 +94,8 @@ class Pools:
             except asyncio.CancelledError:
                 self.ended.append(f"{name} cancelled")
                 raise
+            if (late := self._at_end.get(name)) is not None:
+                raise late
             self.ended.append(f"{name} in order")
             return name
 
@@ -116,6 +125,13 @@ async def test_a_learner_that_fails_lets_the_generators_end_in_order(tmp_path: P
     with pytest.raises(StallError):
         await ran(tmp_path, asyncio.Event(), pools.parts)
     assert pools.ended == ["generators in order"]
+
+
+@pytest.mark.asyncio
+async def test_the_error_of_a_learner_that_failed_first_is_not_hidden_by_that_of_the_generators(tmp_path: Path) -> None:
+    pools = Pools(learner=StallError("nothing moves"), generators_at_end=GeneratorPoolExhausted("no learner"))
+    with pytest.raises(StallError):
+        await ran(tmp_path, asyncio.Event(), pools.parts)
 
 
 @pytest.mark.asyncio

@@ -581,9 +581,11 @@ async def test_every_call_of_a_learner_that_was_replaced_is_refused_and_changes_
     await coordinator.commit([finished(ticket) for ticket in tickets])
     lease = await coordinator.lease(1, wait_s=0.0)
     assert isinstance(lease, Lease)
+    coordinator.set_state(1, RunState.RUNNING)
     now_s = SILENT_S
     assert (await coordinator.attach(SECOND, shared=SHARED)).incarnation == 2
     before = coordinator.status()
+    assert before.state is RunState.STARTING, "the new learner loads its model, and generators wait for it"
     calls: list[Callable[[], Any]] = [
         lambda: coordinator.lease(1, wait_s=0.0),
         lambda: coordinator.ack(1, 0),
