@@ -240,7 +240,8 @@ class Stages:
     def prepare(self, lease: Lease) -> StepSamples:
         """Returns the filtered samples of a step, with their advantages if these are per sample."""
         samples = prepare_samples(lease, estimator=self._estimator, config=self.config)
-        if not is_witnessed(lease.step, first=self._is_first, config=self.config):
+        only_critic = self.trains_only_critic(lease.step)
+        if only_critic or not is_witnessed(lease.step, first=self._is_first, config=self.config):
             return samples
         rows = len(samples.mask_B)
         per_update = self._rows_per_update(rows, ranks=self.config.learner.ranks)
@@ -288,7 +289,7 @@ class Stages:
             eval_mode=self.trains_only_critic(step),
             witness=None if samples.witnessed is None else samples.witnessed.request,
         )
-        self._is_first = False
+        self._is_first = self._is_first and self.trains_only_critic(step)
         return replace(report, findings=worst([*report.findings.values(), *findings])), critic_report
 
     async def _token_findings(self, meta: KVBatchMeta, drawn: Witnessed | None) -> list[Finding]:

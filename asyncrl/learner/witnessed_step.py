@@ -22,7 +22,7 @@ from asyncrl.value.estimators import GAE, VTrace
 from asyncrl.witness.advantages import TokenColumns, of_tokens, unlike
 from asyncrl.witness.judge import Finding, Request, counts_finding
 from asyncrl.witness.objective import Axes, Counts
-from asyncrl.witness.step import Completion, Expected, counts, expected
+from asyncrl.witness.step import Completion, advantages, counts, trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +46,15 @@ def is_witnessed(step: int, *, first: bool, config: Config) -> bool:
 def witnessed(lease: Lease, *, config: Config, rows_per_update: int) -> Witnessed:
     """Draws a group of the lease, and returns what its samples must be trained with by the plain formulas."""
     axes, completions = _sample_axes(config), _completions(lease)
-    found = expected(completions, axes=axes, config=config)
+    kept = trained(completions, axes=axes, config=config)
+    found = None if axes is None else advantages(completions, axes=axes, config=config)
+    teaches = [is_kept and (found is None or found[n] != 0) for n, is_kept in enumerate(kept)]
+    drawn = _drawn(lease, teaches, config=config)
     numbers_B = torch.full((len(completions),), -1)
-    drawn = _drawn(lease, found, config=config)
     numbers_B[drawn] = torch.arange(len(drawn))
-    outcomes = None if found.advantages is None else tuple(found.advantages[n] for n in drawn)
+    outcomes = None if found is None else tuple(found[n] for n in drawn)
     by_token = has_token_advantages(resolve_advantage(advantage_of(config.algorithm)))
-    of_updates = counts(completions, found.trained, rows_per_update=rows_per_update)
+    of_updates = counts(completions, kept, rows_per_update=rows_per_update)
     request = Request(counts=of_updates, advantages=None if by_token else outcomes)
     return Witnessed(numbers_B=numbers_B, request=request, rows=tuple(drawn), outcomes=outcomes)
 
@@ -122,8 +124,8 @@ def _rule(estimator: TokenEstimator) -> Axes | None:
 def counts_of_step(lease: Lease, report: StepReport, *, config: Config) -> Finding:
     """Compares the samples and tokens that the ranks trained with those that the lease and its masks leave."""
     completions = _completions(lease)
-    found = expected(completions, axes=_sample_axes(config), config=config)
-    [whole] = counts(completions, found.trained, rows_per_update=len(completions))
+    kept = trained(completions, axes=_sample_axes(config), config=config)
+    [whole] = counts(completions, kept, rows_per_update=len(completions))
     left_out = report.diagnostics.get("nonfinite_tokens", 0.0)
     without = Counts(tokens=whole.tokens - left_out, sequences=whole.sequences)
     return counts_finding(without, tokens=report.trained_tokens, sequences=report.trained_samples)
@@ -161,12 +163,12 @@ def _of_group(group: LeasedGroup, *, step: int) -> Sequence[Completion]:
     ]
 
 
-def _drawn(lease: Lease, found: Expected, *, config: Config) -> list[int]:
+def _drawn(lease: Lease, teaches: Sequence[bool], *, config: Config) -> list[int]:
     """Returns the rows of the drawn group, as many as have at most `witness.group_tokens` tokens together, or the first
-    one. A group whose advantages are all 0 has no gradient, so it is drawn only if there is no other."""
+    one. A group of which no sample teaches has no gradient, so it is drawn only if there is no other."""
     ends = [*accumulate(len(group.meta.rewards) for group in lease.groups)]
     rows = [range(end - len(group.meta.rewards), end) for group, end in zip(lease.groups, ends, strict=True)]
-    teach = [i for i, own in enumerate(rows) if any(found.teaches(n) for n in own)]
+    teach = [i for i, own in enumerate(rows) if any(teaches[n] for n in own)]
     draw = random.Random(f"{config.run.seed} {lease.incarnation} {lease.step}")
     index = draw.choice(teach or range(len(rows)))
     lengths = accumulate(lease.groups[index].meta.row_tokens)

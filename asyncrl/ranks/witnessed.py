@@ -35,6 +35,7 @@ from asyncrl.witness.judge import (
     advantage_findings,
     coefficients,
     counts_finding,
+    steps_finding,
     worst,
 )
 from asyncrl.witness.objective import Axes, Sample
@@ -50,10 +51,13 @@ class Watched:
     """What the passes of an update used and made for the drawn rows of this rank, by their numbers.
 
     Lists have one entry for each trained token. `places` are the tokens' places among the next tokens of their row.
-    `world_size` is the factor of the backward pass (`RankWorker._update`).
+    `tokens` is the weighted number of trained tokens of all rows that had a backward pass. `world_size` is the factor
+    of the backward pass (`RankWorker._update`). `step` is the version of the weights.
     """
 
     world_size: int
+    step: int | None
+    tokens: float = 0.0
     samples: dict[int, Sample] = field(default_factory=dict)
     places: dict[int, list[int]] = field(default_factory=dict)
     by_logprob: dict[int, list[float]] = field(default_factory=dict)
@@ -62,16 +66,25 @@ class Watched:
     def watch(self, data: BatchedDataDict, outputs: Mapping[str, torch.Tensor]) -> None:
         """Notes the columns of the drawn rows of a micro-batch, and what the backward pass gives their log-probs and
         entropies. `outputs` are the arguments of the loss, [B, T], with their graph."""
+        weight_BT = data["token_mask"][:, 1:].double() * data["sample_mask"].double().unsqueeze(1)
+        self._count(next(iter(outputs.values())), float(weight_BT.sum()))
         if WITNESS not in data or "next_token_logprobs" not in outputs:
             return
         mask_BT = trained_mask(data)[:, 1:]
         for row, number in enumerate(data[WITNESS].tolist()):
             if number >= 0 and bool(mask_BT[row].any()):
-                self.samples[number] = _sample(data, outputs["next_token_logprobs"], row=row, mask_T=mask_BT[row])
+                logprobs_BT = outputs["next_token_logprobs"]
+                self.samples[number] = _sample(data, logprobs_BT, row=row, mask_T=mask_BT[row], step=self.step)
                 self.places[number] = mask_BT[row].nonzero().flatten().tolist()
                 self._note(outputs["next_token_logprobs"], self.by_logprob, number, row, mask_BT[row])
                 if "next_token_entropies" in outputs:
                     self._note(outputs["next_token_entropies"], self.by_entropy, number, row, mask_BT[row])
+
+    def _count(self, output: torch.Tensor, tokens: float) -> None:
+        def count(_: torch.Tensor) -> None:
+            self.tokens += tokens
+
+        output.register_hook(count)  # type: ignore[no-untyped-call]
 
     def _note(
         self, output_BT: torch.Tensor, into: dict[int, list[float]], number: int, row: int, mask_T: torch.Tensor
@@ -82,7 +95,9 @@ class Watched:
         output_BT.register_hook(note)  # type: ignore[no-untyped-call]
 
 
-def _sample(data: BatchedDataDict, logprobs_BT: torch.Tensor, *, row: int, mask_T: torch.Tensor) -> Sample:
+def _sample(
+    data: BatchedDataDict, logprobs_BT: torch.Tensor, *, row: int, mask_T: torch.Tensor, step: int | None
+) -> Sample:
     def column(name: str) -> list[float]:
         return data[name][row, 1:][mask_T].double().tolist() if name in data else []
 
@@ -96,7 +111,7 @@ def _sample(data: BatchedDataDict, logprobs_BT: torch.Tensor, *, row: int, mask_
         proximal=column("prev_logprobs"),
         behaviour=column("generation_logprobs"),
         reference=column("reference_policy_logprobs"),
-        staleness=column("staleness"),
+        staleness=[] if step is None else [step - version for version in column("weight_versions")],
     )
 
 
@@ -165,8 +180,9 @@ class UpdateWitness:
     """Witnesses one update on one rank. The methods are collectives, in the order of a step: `pass_group`, the update's
     own passes with `watched`, `judge`, and after the optimizer's step `compare_elements`.
 
-    `update` is the number of the update in its step, `train_calls` that of the step in the learning-rate schedule.
-    Without `axes`, the loss is one of the user's own, whose coefficients have no formula.
+    `update` is the number of the update in its step, `train_calls` that of the step in the learning-rate schedule, and
+    `optimizer_steps` the number of steps that the optimizer has made so far, also before a resume. Without `axes`, the
+    loss is one of the user's own, whose coefficients have no formula.
     """
 
     def __init__(
@@ -177,7 +193,9 @@ class UpdateWitness:
         request: Request,
         update: int,
         axes: Axes | None,
+        step: int | None,
         train_calls: int,
+        optimizer_steps: int,
     ) -> None:
         self._ranks = ranks
         self._config = config
@@ -185,9 +203,11 @@ class UpdateWitness:
         self._update = update
         self._axes = axes
         self._train_calls = train_calls
+        self._optimizer_steps = optimizer_steps
+        self._step = step
         self._findings: list[Finding] = []
         self._elements: DrawnElements | None = None
-        self.watched = Watched(world_size=ranks.world_size)
+        self.watched = Watched(world_size=ranks.world_size, step=step)
 
     @property
     def worst(self) -> tuple[Finding, ...]:
@@ -216,7 +236,7 @@ class UpdateWitness:
         backward as a step does, and notes what it does. The plain passes then take the same gradient away again, so
         what is left is the difference, and there is no second copy of a gradient.
         """
-        own, seen = drawn_rows(parts), Watched(world_size=self._ranks.world_size)
+        own, seen = drawn_rows(parts), Watched(world_size=self._ranks.world_size, step=self._step)
         for part in _filled(own, self._ranks, empty_micro_batch):
             run(part, seen)
         fast = squares(model)
@@ -244,8 +264,10 @@ class UpdateWitness:
         """Compares the counts of the update, and the coefficients and advantages that its passes used. Notes elements
         of the weights for `compare_elements`."""
         expected = self._request.counts[self._update]
-        self._findings.append(counts_finding(expected, tokens=plan.valid_toks, sequences=plan.valid_seqs))
         seen = self.watched
+        passed = sum(self._ranks.gather(seen.tokens))
+        self._findings.append(counts_finding(expected, tokens=plan.valid_toks, sequences=plan.valid_seqs))
+        self._findings.append(counts_finding(expected, tokens=passed, sequences=plan.valid_seqs))
         if self._axes is not None:
             largest = [abs(each) for column in seen.by_logprob.values() for each in column]
             scale = max(self._ranks.gather(max(largest, default=0.0)))
@@ -253,6 +275,9 @@ class UpdateWitness:
         if self._request.advantages is not None:
             self._findings += advantage_findings(self._request.advantages, seen.samples)
         self._elements = DrawnElements(model, state, seed=self._config.run.seed + self._train_calls + self._update)
+        # a tensor that had no gradient in some updates, as that of an expert without tokens, has made fewer steps
+        steps = max((int(moments["step"]) for moments in state.values() if moments), default=0)
+        self._findings.append(steps_finding(steps, expected=self._optimizer_steps))
 
     def compare_elements(self, *, norm: float) -> None:
         """Compares elements of the weights with AdamW's formula, after the optimizer's step. `norm` is that of the
@@ -343,8 +368,8 @@ class DrawnElements:
             known = state.get(parameter, {})
             columns = [own, _own(parameter.grad).flatten()]
             columns += [_own(known[key]).flatten() if key in known else torch.zeros_like(own) for key in _MOMENTS]
-            steps = int(known["step"]) if known else 0
             numbers = torch.stack([column[places].double() for column in columns], dim=1).tolist()
+            steps = int(known["step"]) if known else 0
             elements = [
                 Element(value=value, gradient=gradient, first=first, second=second, steps=steps)
                 for value, gradient, first, second in numbers

@@ -95,6 +95,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         self.train_calls = 0
         """Number of `train` calls, which the learning-rate schedule counts. A checkpoint of the optimizer has it."""
         self._updates = 0  # number of updates that the optimizer has applied
+        self._optimizer_steps = 0  # the same, and those before a resume
         self._trained_step: int | None = None
 
     # -- the model, defined by subclasses ------------------------------------------------------------------------
@@ -259,7 +260,9 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
                             request=witness,
                             update=i,
                             axes=self._axes(loss_fn),
+                            step=step,
                             train_calls=self.train_calls,
+                            optimizer_steps=self._optimizer_steps,
                         )
                     outcomes.append(self._update(update, context, timer=timer, train=not eval_mode, witness=witnessed))
         except (LossFailed, WitnessFailed):
@@ -297,7 +300,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
                 witness.pass_group(
                     update.parts,
                     self.model,
-                    lambda part, seen: self._passed(part, replace(context, watched=seen)),
+                    lambda part, seen: self._pass_drawn(part, replace(context, watched=seen)),
                     device=self._device,
                 )
                 self.optimizer.zero_grad()
@@ -305,7 +308,11 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         with timer.time("forward_backward"):
             for i, part in enumerate(update.parts):
                 self.model.set_requires_gradient_sync(self._syncs_often or i == len(update.parts) - 1)
-                outcome = self._passed(part, context, train=train)
+                with torch.set_grad_enabled(train):
+                    outcome = self._outcome(part.to(self._device), context)
+                if train:
+                    # FSDP averages gradients over the ranks, but the loss is already a part of the global sum
+                    self._accelerator.backward(outcome.differentiable * self.world_size)
                 loss_total += outcome.loss
                 sums += outcome.sums
                 metrics.append(outcome.metrics)
@@ -327,6 +334,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             if train and finite and not failures:
                 self.optimizer.step()
                 self._updates += 1
+                self._optimizer_steps += 1
                 if witness is not None:
                     witness.compare_elements(norm=grad_norm)
             self.optimizer.zero_grad()
@@ -341,14 +349,10 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             findings=() if witness is None or not finite else witness.worst,
         )
 
-    def _passed(self, part: BatchedDataDict, context: UpdateContext[LossT], *, train: bool = True) -> MicroBatchOutcome:
-        """Passes a micro-batch forward, and for training backward."""
-        with torch.set_grad_enabled(train):
-            outcome = self._outcome(part.to(self._device), context)
-        if train:
-            # FSDP averages gradients over the ranks, but the loss is already a part of the global sum
-            self._accelerator.backward(outcome.differentiable * self.world_size)
-        return outcome
+    def _pass_drawn(self, part: BatchedDataDict, context: UpdateContext[LossT]) -> None:
+        """Passes drawn rows forward and backward, as `_update` passes a micro-batch."""
+        outcome = self._outcome(part.to(self._device), context)
+        self._accelerator.backward(outcome.differentiable * self.world_size)
 
     def get_advantages(self, data: BatchedDataDict, estimator: TokenEstimator) -> BatchedDataDict:
         """Returns `advantages` and `returns` [B, S] of this rank's rows, without columns if it has no rows.
@@ -439,6 +443,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         train_calls = self._state.load(weights_path=weights_path, optimizer_path=optimizer_path)
         if train_calls is not None:
             self.train_calls = train_calls
+            self._optimizer_steps = max((int(state["step"]) for state in self.optimizer.state.values()), default=0)
         self._trained_step = None
         self._weights_changed()
 

@@ -135,3 +135,12 @@ def bounds_finding(configured: Axes, used: Axes, tokens: Tokens) -> Finding:
     """Judges the bounds of an objective that depend on all tokens of a step."""
     problem = unlike_bounds(configured, used, tokens)
     return Finding(check="bounds", ratio=float("inf") if problem else 0.0, words=problem)
+
+
+def steps_finding(found: int, *, expected: int) -> Finding:
+    """Compares the number of steps that the optimizer's moments have seen with the number that it has made."""
+    return Finding(
+        check="optimizer",
+        ratio=0.0 if found == expected else float("inf"),
+        words=f"the optimizer's moments are those of {found} steps, and it has made {expected}",
+    )

@@ -22,37 +22,30 @@ class Completion:
     components: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
-    """What the samples of a step must be trained with, in their order. `advantages` is None without `axes`: each token
-    then has its own, or the user's own estimator computes them."""
-
-    trained: list[bool]
-    advantages: list[float] | None
-
-    def teaches(self, n: int) -> bool:
-        """Returns False if sample n is masked or has an advantage of 0."""
-        return self.trained[n] and (self.advantages is None or self.advantages[n] != 0)
-
-
-def expected(completions: Sequence[Completion], *, axes: Axes | None, config: Config) -> Expected:
-    """Returns which samples the filters of `algorithm` leave, and their advantages. `axes` are those of an estimator
-    that gives each sample one advantage."""
-    known = [n for n, completion in enumerate(completions) if completion.reward is not None]
-    scored = [_scored(completions[n], config) for n in known]
-    equal, found = [False] * len(completions), [0.0] * len(completions)
-    if axes is not None:
-        for n, same, advantage in zip(known, equal_groups(axes, scored), of_samples(axes, scored), strict=True):
-            equal[n], found[n] = same, advantage
-    algorithm = config.algorithm
-    trained = [
+def trained(completions: Sequence[Completion], *, axes: Axes | None, config: Config) -> list[bool]:
+    """Returns which samples the filters of `algorithm` leave. `axes` are those of the estimator of advantages."""
+    algorithm, equal = config.algorithm, [False] * len(completions)
+    if algorithm.zero_variance == "mask" and axes is not None:
+        known = [n for n, completion in enumerate(completions) if completion.reward is not None]
+        for n, same in zip(known, equal_groups(axes, [_scored(completions[n], config) for n in known]), strict=True):
+            equal[n] = same
+    return [
         completion.reward is not None
         and completion.tokens > completion.stale
         and not (algorithm.overlong == "mask" and completion.truncated)
-        and not (algorithm.zero_variance == "mask" and equal[n])
+        and not equal[n]
         for n, completion in enumerate(completions)
     ]
-    return Expected(trained=trained, advantages=None if axes is None else found)
+
+
+def advantages(completions: Sequence[Completion], *, axes: Axes, config: Config) -> list[float]:
+    """Returns the advantage of each sample, 0 for one whose reward failed."""
+    found = [0.0] * len(completions)
+    known = [n for n, completion in enumerate(completions) if completion.reward is not None]
+    of_known = of_samples(axes, [_scored(completions[n], config) for n in known])
+    for n, advantage in zip(known, of_known, strict=True):
+        found[n] = advantage
+    return found
 
 
 def _scored(completion: Completion, config: Config) -> Scored:
@@ -69,15 +62,16 @@ def _scored(completion: Completion, config: Config) -> Scored:
     return Scored(group=completion.group, reward=reward, tokens=completion.tokens, components=completion.components)
 
 
-def counts(completions: Sequence[Completion], trained: Sequence[bool], *, rows_per_update: int) -> tuple[Counts, ...]:
-    """Returns the counts of each update, which takes the next `rows_per_update` samples."""
+def counts(completions: Sequence[Completion], kept: Sequence[bool], *, rows_per_update: int) -> tuple[Counts, ...]:
+    """Returns the counts of each update, which takes the next `rows_per_update` samples. `kept` says which of them are
+    trained."""
     found = []
     for start in range(0, len(completions), rows_per_update):
         by_group: dict[int, float] = defaultdict(float)
         tokens = samples = positive = 0
         for n in range(start, min(start + rows_per_update, len(completions))):
             completion = completions[n]
-            if trained[n]:
+            if kept[n]:
                 left = completion.tokens - completion.stale
                 samples += 1
                 tokens += left

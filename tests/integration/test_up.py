@@ -178,6 +178,7 @@ OF_AGENTS = [
     *[(panel, query) for panel in ("Turns of an episode", "Tools") for query in "AB"],
     *[(panel, "A") for panel in ("Open sessions", "Tool calls", "Oldest session", "Forks")],
 ]
+WITNESS = "learning / Differences that the witness found"
 NO_DATA_WHEN_HEALTHY = {
     "overview / Alerts firing / A": "no alert fires",
     DOWN: "no process is down",
@@ -193,6 +194,8 @@ NO_DATA_WHEN_HEALTHY = {
     "learning / Reward by part / A": "there is no mixture",
     **{f"learning / Episodes of agents / {query}": "there are no agents" for query in "ABC"},
     "learning / KL to the reference / A": "the objective does not use the reference",
+    f"{WITNESS} / D": "the objective has no bound that depends on the whole step",
+    f"{WITNESS} / H": "no tensor stays as it was",
     "learning / Memory of the learner's fullest GPU / A": "the ranks have no GPU",
     "AsyncrlWorkerOutOfMemory": "Ray creates this series when it ends the first worker",
 }

@@ -2,6 +2,7 @@
 check that is meant for them (spawned processes, gloo)."""
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +19,12 @@ pytestmark = pytest.mark.integration
 WORLDS = (1, 2)
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """The results of the first rank by number of ranks."""
-    folder = tmp_path_factory.mktemp("witness")
+def results_of(folder: Path, *, every: bool = False) -> dict[int, dict[str, Any]]:
+    """Returns the results of the first rank by number of ranks."""
     make_model(folder / "model")
     contexts = [
         torch.multiprocessing.start_processes(
-            run_rank, args=(world_size, folder), nprocs=world_size, join=False, start_method="forkserver"
+            run_rank, args=(world_size, folder, every), nprocs=world_size, join=False, start_method="forkserver"
         )
         for world_size in WORLDS
     ]
@@ -35,16 +34,31 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
     return {world: pickle.loads((folder / f"results-{world}-0.pkl").read_bytes()) for world in WORLDS}
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_healthy_updates_pass(results: dict[int, dict[str, Any]], world: int) -> None:
-    healthy = {name: found for name, found in results[world].items() if name.split()[0] in MODES}
-    assert len(healthy) == len(PRESETS) + 5 * 3
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    return results_of(tmp_path_factory.mktemp("witness"))
+
+
+def check_healthy(results: dict[str, Any], *, steps: int) -> None:
+    healthy = {name: found for name, found in results.items() if name.split()[0] in MODES}
+    assert len(healthy) == steps
     for name, found in healthy.items():
         assert set(found) >= {"counts", "rows", "advantages", "coefficients", "optimizer"}, name
         for check, ratio in found.items():
             assert ratio < 0.7, (name, check)
     # some objectives gate all tokens of the drawn group, which then has no gradient
-    assert sum("gradient" in found for found in healthy.values()) > 0.8 * len(healthy)
+    assert sum("gradient" in found for found in healthy.values()) > 0.8 * steps
+
+
+@pytest.mark.parametrize(("world", "steps"), [(1, len(PRESETS) + 5 * 3), (2, 6 * 3)])
+def test_healthy_updates_pass(results: dict[int, dict[str, Any]], world: int, steps: int) -> None:
+    check_healthy(results[world], steps=steps)
+
+
+@pytest.mark.campaign
+def test_updates_of_every_objective_pass_in_every_mode_and_precision(tmp_path: Path) -> None:
+    for found in results_of(tmp_path, every=True).values():
+        check_healthy(found, steps=len(PRESETS) * len(MODES) * 2)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -25,8 +25,10 @@ from asyncrl.policy import micro_batch
 from asyncrl.policy.step_loss import needs_proximal, needs_reference
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks import worker as worker_module
+from asyncrl.ranks.plan import PlannedUpdate
 from asyncrl.ranks.report import StepReport, step_report
 from asyncrl.ranks.witnessed import WITNESS
+from asyncrl.ranks.worker import RankWorker
 from asyncrl.witness.judge import Request
 from asyncrl.witness.objective import Counts
 
@@ -179,6 +181,39 @@ def another_decay(policy: PolicyWorker) -> Iterator[None]:
             group["weight_decay"] = policy.config.learner.optimizer.weight_decay
 
 
+@contextmanager
+def micro_batches(passes: Callable[[int], int]) -> Iterator[None]:
+    """The update passes its n-th micro-batch `passes(n)` times."""
+    update = RankWorker._update
+
+    def changed(self: PolicyWorker, planned: PlannedUpdate, *args: Any, **options: Any) -> Any:
+        parts = [part for n, part in enumerate(planned.parts) for _ in range(passes(n))]
+        return update(self, planned._replace(parts=parts), *args, **options)
+
+    with patch.object(RankWorker, "_update", changed):
+        yield
+
+
+@contextmanager
+def moments_reset(policy: PolicyWorker) -> Iterator[None]:
+    kept = dict(policy.optimizer.optimizer.state)
+    policy.optimizer.optimizer.state.clear()
+    try:
+        yield
+    finally:
+        policy.optimizer.optimizer.state.update(kept)
+        policy._optimizer_steps -= 1  # the step of the block is in none of these moments
+
+
+def younger(prepared: Any) -> Any:
+    def found(self: PolicyWorker, data: BatchedDataDict, *args: Any, **options: Any) -> Any:
+        data, left_out = prepared(self, data, *args, **options)
+        data["staleness"] = (data["staleness"] - 1).clamp(min=0)
+        return data, left_out
+
+    return found
+
+
 FAULTS: Mapping[str, tuple[str, Callable[[PolicyWorker], Any]]] = {
     "a row is left out": ("counts", lambda _: replaced(PolicyWorker, "_prepared", rows_left_out)),
     "advantages are exchanged": ("advantages", lambda _: replaced(PolicyWorker, "_prepared", advantages_exchanged)),
@@ -191,11 +226,17 @@ FAULTS: Mapping[str, tuple[str, Callable[[PolicyWorker], Any]]] = {
     "no learning rate": ("frozen", lambda _: replaced(worker_module, "learning_rate", scaled(0.0))),
     "gradients are not clipped": ("optimizer", no_clip),
     "another weight decay": ("optimizer", another_decay),
+    "a micro-batch is lost": ("counts", lambda _: micro_batches(lambda n: int(n > 0))),
+    "a micro-batch passes twice": ("counts", lambda _: micro_batches(lambda n: 1 + (n == 0))),
+    "the moments are lost": ("optimizer", moments_reset),
+    "tokens count as younger": ("coefficients", lambda _: replaced(PolicyWorker, "_prepared", younger)),
 }
 """Faults by name: the check that finds each, and what plants it on a rank within a block."""
 
 
-def run_rank(rank: int, world_size: int, folder: Path) -> None:
+def run_rank(rank: int, world_size: int, folder: Path, every: bool = False) -> None:
+    """Trains healthy steps and steps with a fault. With `every`, only healthy steps: of every objective, in every
+    batching mode and precision."""
     results: dict[str, Any] = {}
 
     def worker(name: str, *, dtype: str = "float32", on_failure: str = "warn", **learner: Any) -> PolicyWorker:
@@ -211,15 +252,19 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
     for mode, learner in MODES.items():
         for dtype in ("float32", "bfloat16"):
             policy = worker(f"{mode} {dtype}", dtype=dtype, **learner)
-            names = PRESETS if (mode, dtype) == ("packed", "float32") else ("decoupled_icepop", "grpo", "gspo")
+            all_of_them = every or (world_size, mode, dtype) == (1, "packed", "float32")
+            names = PRESETS if all_of_them else ("decoupled_icepop", "grpo", "gspo")
             for name in names:
                 results[f"{mode} {dtype} {name}"] = step(policy, name)
             policy.close()
-    policy = worker("faults", **MODES["packed"])
+    if every:
+        (folder / f"results-{world_size}-{rank}.pkl").write_bytes(pickle.dumps(results))
+        return
+    policy = worker("faults", batching="packed", micro_batch_tokens=24)  # at least two micro-batches on each rank
     for name, (_, plant) in FAULTS.items():
         with ExitStack() as stack:
             stack.enter_context(plant(policy))
-            results[f"fault: {name}"] = step(policy, "decoupled_icepop")
+            results[f"fault: {name}"] = step(policy, "a3po" if "younger" in name else "decoupled_icepop")
         results[f"after: {name}"] = step(policy, "decoupled_icepop")
     policy.close()
     results["stopped"] = _stopped(worker("stopped", on_failure="stop", **MODES["packed"]))
