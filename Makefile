@@ -46,7 +46,7 @@ check: $(LIGHT) ## checks format, types, layers, generated pages and dashboards,
 	$(BIN)/python dashboards/build.py --check
 	$(BIN)/python docs/faults.py --check
 	$(SITE)
-	$(BIN)/python -m pytest -q tests/test_security.py
+	$(BIN)/python -m pytest -q tests/test_security.py tests/campaign
 
 mutations: $(STAMP) ## breaks loss and advantages in many ways; each break must make a test fail: minutes
 	$(BIN)/python tests/algorithms/run_mutations.py $(ARGS)
@@ -54,10 +54,11 @@ mutations: $(STAMP) ## breaks loss and advantages in many ways; each break must 
 processors: $(STAMP) ## runs the tests of numbers with settings that change the order of sums: 5 minutes each
 	$(BIN)/python tests/run_processors.py $(ARGS)
 
-# The killed runs are added to benchmarks/crash_campaign.jsonl.
-campaign: mutations processors ## runs weekly and before a release: these two, long runs, random data, killed runs: 3 hours
+# The killed runs are added to benchmarks/crash_campaign.jsonl. The planted faults are in tests/campaign/faults.jsonl.
+campaign: mutations processors ## runs weekly and before a release: these two, long runs, random data, planted faults, killed runs: 5 hours
 	$(PYTEST) -m campaign
 	ENGINE_DEATHS="1,0 2,0 2,1 2,2" $(PYTEST) tests/integration/test_engine_ends.py
+	$(BIN)/python tests/campaign/run_faults.py
 	$(BIN)/python benchmarks/data_campaign.py
 	$(BIN)/python benchmarks/pool_campaign.py
 	$(BIN)/python benchmarks/crash_campaign.py run
