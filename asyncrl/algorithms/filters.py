@@ -49,8 +49,8 @@ def scored_samples(
 ) -> Samples:
     """Returns the samples that have a reward, as the advantage estimator gets them: K entries, with shaped rewards.
 
-    Each argument has N entries. A component that a sample lacks counts as 0: its reward failed, with
-    `environment.on_error: zero`. Raises RunError if a reward is not finite.
+    Each sequence has N entries. A component that a sample lacks counts as 0: its reward did not return the component,
+    or its reward failed with `environment.on_error: zero`. Raises RunError if a reward is not finite.
     """
     scored_N = torch.tensor([reward is not None for reward in rewards])
     tokens_K = torch.tensor(completion_tokens)[scored_N]

@@ -96,7 +96,10 @@ class Inverse(_Axis, frozen=True, kw_only=True, tag="inverse", tag_field="kind")
 
 
 class Gamma(_Axis, frozen=True, kw_only=True, tag="gamma", tag_field="kind"):
-    """k(u) = u^shape · e^(rate · (1 − u)): 1 at u = 1, and 0 in the limits u → 0 and u → ∞ (2602.10693)."""
+    """k(u) = u^shape · e^(rate · (1 − u)): 1 at u = 1, and 0 in the limit u → ∞ (2602.10693).
+
+    In the limit u → 0, it is 0 if shape > 0, and e^rate if shape = 0.
+    """
 
     shape: float
     rate: float

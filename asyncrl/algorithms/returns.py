@@ -8,7 +8,8 @@ Alignment: `values_BS[b, t]` is V(before token t). `rewards_BS[b, t]` is the rew
 environment belongs at the last token of the action that earned it. The first token of a row has no prefix and is never
 trained. A sequence ends with its last trained token. The value after that token is 0, also for a truncated sequence.
 
-Legend: B rows, S tokens. Sums are float64. Results have the dtype of the values.
+Legend: B rows, S tokens. Sums are float64. Advantages, returns and whitened values have the dtype of the values, or of
+the rewards if there are no values. Moments and λ are float64.
 """
 
 import math

@@ -232,8 +232,11 @@ class KeptRows:
             self._forget(slot.ticket.group, before)
 
     def commit(self, slot: Slot, meta: GroupMeta) -> None:
-        """Counts what a committed attempt took from the prefix of its ticket. What is stored is cleared, or stays until
-        `release` if a checkpoint splits the group."""
+        """Counts the tokens of the ticket's prefix that a committed attempt continued, and those that it dropped.
+
+        Marks what is stored as unneeded (`take_unneeded`). If a checkpoint splits the group, the newest prefix that was
+        reported stays until `release`.
+        """
         self._count_continued(slot, meta)
         if not self._splits(meta):
             self.clear(slot)

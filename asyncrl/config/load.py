@@ -675,7 +675,8 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 def _check_expanded(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
     """Returns the size and the depth of a node in which each alias is replaced by its node. `known` has those of nodes
-    before it; those of a node that is not finished are 0. Raises MarkedYAMLError if one of them is too large."""
+    before it; those of a node that is not finished are 0. Raises MarkedYAMLError if one of them is too large, or if an
+    alias stands for a node that contains it."""
     if (found := known.get(id(node))) is not None:
         if found == (0, 0):
             raise _refusal(

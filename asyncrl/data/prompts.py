@@ -292,7 +292,7 @@ class PromptSource:
         self._issued = 0
 
     def _end_of(self, epochs: int) -> int:
-        """Returns the number of prompts that are issued before a part would begin another epoch."""
+        """Returns the number of prompts that are issued before any part would begin an epoch beyond `epochs`."""
         ends = []
         for part, tasks in enumerate(self._parts):
             block, rank = divmod(len(tasks) * epochs, self._weights[part])

@@ -168,7 +168,8 @@ def answer(ref: Any, *, timeout_s: float, what: str) -> Any:
 def answers(refs: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
     """Waits for the results of several calls and blocks the thread. Returns them in the order of `refs`.
 
-    The first failure is raised as soon as it is known, as by `answer`. The other calls continue.
+    The first failure is raised as soon as it is known, as by `answer`, and the other calls continue. `timeout_s` is the
+    limit of all calls together. After it, the calls that have not ended are cancelled, and CallTimeout is raised.
     """
     deadline_s, waiting, results = time.monotonic() + timeout_s, list(refs), {}
     while waiting:

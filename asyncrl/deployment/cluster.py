@@ -273,7 +273,8 @@ def _knock(address: str) -> None:
 def is_token_refused(error: BaseException) -> bool:
     """Returns whether Ray refused the connection because the token is missing or wrong.
 
-    Ray reports this only in the text of an error in the chain of causes.
+    Ray reports this with an AuthenticationError, or with the text `InvalidAuthToken` in another error. The error may be
+    anywhere in the chain of causes.
     """
     cause: BaseException | None = error
     while cause is not None:

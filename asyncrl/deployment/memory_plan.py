@@ -3,7 +3,8 @@ wait. All of it is arithmetic over the shapes of the model's parameters, so noth
 
 The memory of a process is what it uses at most during a run, and on CPUs also what it has freed and keeps. Activations
 of training are estimated on GPUs, and left out on CPUs. Memory that libraries use for a moment is left out. Memory that
-cannot be computed is as measured on CPUs (benchmarks/plan_check.py).
+cannot be computed is as measured on CPUs (benchmarks/plan_check.py). The memory of CUDA's libraries and context is an
+estimate.
 """
 
 import math

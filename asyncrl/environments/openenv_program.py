@@ -29,7 +29,7 @@ class Part:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Ends the sessions, and the server if this process has started it."""
+        """When the block ends, ends the sessions, and the server if this process has started it."""
         try:
             yield
         finally:

@@ -211,7 +211,8 @@ class ScoringProcess:
         return reply
 
     def _named(self, outcome: Outcome) -> Outcome:
-        """Returns an outcome, or a failure if its components would be too many with those of all earlier rewards."""
+        """Returns an outcome, or a failure if its components would be too many with those of all earlier rewards of
+        this object. Each scoring process of a replica counts its own."""
         if not isinstance(outcome, Components) or outcome.parts.keys() <= self._names:
             return outcome
         names = self._names | outcome.parts.keys()

@@ -93,8 +93,8 @@ class ToolParser:
 
 
 def settled_id(id: str, index: int, *tokens: Sequence[int]) -> str:
-    """Returns the id of call number `index` of an answer: `id` with other characters in place of random ones, which
-    `tokens` determine. Ids that a parser makes from the name of the function stay."""
+    """Returns the id of call number `index` of an answer: `id` with other characters in place of the random ones.
+    `index` and `tokens` determine these characters. Ids that a parser makes from the name of the function stay."""
     found = _RANDOM_ID.fullmatch(id)
     if found is None:
         return id

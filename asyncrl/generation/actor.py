@@ -77,7 +77,7 @@ class GeneratorActor:
         scorer = PartScorers(all_configs(config), secrets=secrets, output=RewardLog(reward_log, replica=self._name))
         self._started.push_async_callback(scorer.close)
         scorer_started = asyncio.create_task(scorer.start())
-        await asyncio.sleep(0)  # lets the scorer start its processes before the engine's start blocks the event loop
+        await asyncio.sleep(0)  # lets the scorer's start begin; its processes start at the next await
         # An engine with adapters reads the weights to which they belong. Others get theirs from the learner.
         model_path = await asyncio.to_thread(model_folder, model_path, weights=config.model.lora is not None)
         tokenizer = load_tokenizer(model_path, chat=config.data.chat, chat_options=config.data.chat_options)

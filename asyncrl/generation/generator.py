@@ -208,7 +208,7 @@ class Generator:
                 continue
             reserved_s = self._clock()
             reservation = await self._coordinator.call(Coordinator.reserve, self._name, version, free, wait_s=wait_s)
-            # The first call gets the reason of a refusal at once. The next ones wait in the buffer for a ticket.
+            # A call waits in the buffer for a ticket only if the call before it got fewer tickets than it asked for.
             wait_s = 0.0 if reservation.refusal is None else RESERVE_WAIT_S
             if reservation.refusal is Refusal.QUARANTINED:
                 raise self._quarantined()

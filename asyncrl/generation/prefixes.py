@@ -181,10 +181,11 @@ def _state(sample: PartialCompletion) -> int:
 
 
 class PrefixKeeper:
-    """Stores a group whenever one of its samples has grown by `every_tokens` tokens. With 0, it stores nothing.
-    `support`: tokens have supports (`generator.top_k`).
+    """Stores a group when one of its samples has grown by `every_tokens` tokens since the last put, and no put of the
+    group runs. With 0, it stores nothing. `support`: tokens have supports (`generator.top_k`).
 
-    `verified` waits until the last weight update is verified. `stored` is called with a group's key after each put.
+    `verified` waits until the last weight update is verified. `stored` is called after each successful put, with the
+    key of the ticket and the stored prefix.
     """
 
     def __init__(

@@ -183,8 +183,8 @@ class Rollouts:
 
 
 def finished_group(ticket: Ticket, played: Played, *, config: Config, replica: str) -> FinishedGroup:
-    """Builds the rows and the metadata of a scored group. Raises DataError if its rewards failed
-    (`environment.on_error`)."""
+    """Builds the rows and the metadata of a scored group. Raises DataError if a reward failed and
+    `environment.on_error` is `fail`, or if too few completions have a reward."""
     episodes, scores = played.episodes, played.scores
     rewards = rewards_of(scores, config=config)
     spans = tuple(episode.version_spans for episode in episodes)

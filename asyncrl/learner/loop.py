@@ -197,7 +197,8 @@ class LearnerLoop:
     async def _step_and_end_lease(self, lease: Lease) -> tuple[Version, RunSnapshot | None]:
         """Runs `_step`, which ends its lease. If it raises, gives the lease back, and the run ends.
 
-        After a failed parity check, the policy is already trained on the lease.
+        After a failed parity check, or a check of the witness that fails after the optimizer's step, the policy is
+        already trained on the groups that are given back.
         """
         try:
             return await self._step(lease)

@@ -157,7 +157,8 @@ class Publisher:
     # -- deliveries --------------------------------------------------------------------------------------------------
 
     async def _deliver_all(self) -> None:
-        """Delivers the newest snapshot until none waits. Raises the errors in `FINAL` only."""
+        """Delivers the newest snapshot until none waits. A delivery that fails is repeated, until it succeeds or a
+        newer snapshot replaces it. Raises the errors in `FINAL` only."""
         failures = 0
         while self._sending is not None or self._waiting is not None:
             if self._waiting is not None:
@@ -258,7 +259,8 @@ class Publisher:
                 self._deliver_whole()
 
     def _deliver_whole(self) -> None:
-        """Makes the next delivery whole, and delivers the newest version again if no snapshot waits."""
+        """Makes the next delivery whole. Delivers the newest version again if there is one, and if no snapshot waits or
+        is being delivered. It delivers a version again at most `MOST_REPEATS` times."""
         self._whole = True
         if self._stored is None or self._sending is not None or self._waiting is not None:
             logger.warning("a replica cannot get the newest weights, so the next ones are sent whole")

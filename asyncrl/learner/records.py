@@ -693,8 +693,8 @@ def running_s(steps: Sequence[StepRecord]) -> float:
 def _samples_per_s(steps: Sequence[StepRecord]) -> float:
     """Returns trained samples per second of the time in which the run was not starting.
 
-    The first step's samples and the time until its end are left out, because this time contains the start of the run. A
-    run with one step has nothing else to count.
+    The first step's samples and the time until its end are left out, because this time contains the start of the run.
+    For a run with one step, it is the samples of this step divided by all of its time, with the start of the run.
     """
     if len(steps) == 1:
         return steps[0].trained_samples / max(steps[0].wall_s, 1e-9)

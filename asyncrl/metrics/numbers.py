@@ -577,7 +577,8 @@ def tracker_name(name: str) -> str:
 
 
 def charts() -> dict[Chart, list[tuple[Number, Line]]]:
-    """Returns the charts of the report's section Learning, with the numbers and lines of each."""
+    """Returns the charts of the report's section Learning that `NUMBERS` declares, with the numbers and lines of each.
+    The charts of rewards are not among them."""
     found: dict[Chart, list[tuple[Number, Line]]] = {}
     for number in NUMBERS:
         if number.line is not None:

@@ -504,7 +504,8 @@ class Chunks:
 
 
 def _has_bfloat16_products() -> bool:
-    """Returns whether the CPU has instructions that multiply bfloat16 numbers and add the products in float32."""
+    """Returns whether the CPU has x86 instructions that multiply bfloat16 numbers and add the products in float32
+    (AVX-512 or AMX). Returns False on every ARM CPU."""
     able = torch.cpu.get_capabilities()
     return bool(able.get("avx512_bf16") or able.get("amx_bf16"))
 

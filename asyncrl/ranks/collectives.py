@@ -28,7 +28,8 @@ def on_first_rank(action: Callable[[], Any], *, group: dist.ProcessGroup) -> Non
 
 
 def on_all_ranks(action: Callable[[], T], *, group: dist.ProcessGroup) -> T:
-    """Runs `action()` on every rank. If it fails on any rank, raises the error of the first such rank on all ranks."""
+    """Runs `action()` on every rank, and returns this rank's result. If it fails on any rank, raises the error of the
+    first such rank on all ranks: an asyncrl error as it is, any other as a CheckpointError. A collective."""
     outcome: T | None = None
     failure: AsyncRLError | None = None
     try:

@@ -1,7 +1,8 @@
 """The digest of a sharded model's trained weights: 64 bits that do not depend on the number of ranks.
 
 The digest is a sum over the rows of all tensors, modulo 2⁶⁴. The summand of a row is the xxh3 hash of its bytes, with a
-seed for the name of the tensor and the number of the row. FSDP2 cuts tensors between rows (dimension 0), so the ranks
+seed for the name of the tensor and the number of the row. The rows of a vector are single elements. Their summands are
+mixes of their bits and the seed (splitmix64), not hashes. FSDP2 cuts tensors between rows (dimension 0), so the ranks
 add up the digests of their own rows, and no weight is gathered. The digest finds errors. It does not resist an attacker
 who makes weights for a given digest.
 """

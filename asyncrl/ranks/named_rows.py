@@ -51,8 +51,8 @@ def look_up_lengths(rows: Rows, meta: KVBatchMeta) -> None:
 def stamp_width(rows: Rows, meta: KVBatchMeta) -> None:
     """Stamps the width to which driver and ranks pad the step's rows. Also sets the lengths if `meta` has none.
 
-    Idempotent. A stamp that is too narrow for the rows is raised. If the data plane does not know the rows' lengths,
-    there is no stamp, and reads are as wide as the longest row.
+    Idempotent. It replaces a stamp that is too narrow for the rows by a larger one. If the data plane does not know the
+    rows' lengths, it sets no stamp. Without a stamp, reads are as wide as the longest row.
     """
     look_up_lengths(rows, meta)
     if meta.sequence_lengths:

@@ -41,9 +41,9 @@ def shared_prefixes(
     `lengths_B` has the number of tokens of each row; later tokens are padding. Waits for the device: it needs two
     numbers of each row on the host.
 
-    >>> rows = torch.tensor([[5, 6, 7], [5, 6, 8], [5, 9, 9]])
-    >>> shared_prefixes(rows, torch.tensor([3, 3, 3]))
-    SharedPrefixes(leaders=[0, 0, 2], tokens=[0, 2, 0])
+    >>> rows = torch.tensor([[5, 6, 7, 1], [5, 6, 7, 2], [5, 9, 9, 9]])
+    >>> shared_prefixes(rows, torch.tensor([4, 4, 4]))
+    SharedPrefixes(leaders=[0, 0, 2], tokens=[0, 3, 0])
     """
     shorter_B = torch.minimum(lengths_B[1:], lengths_B[:-1])
     inside_BS = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device) < shorter_B.unsqueeze(1)

@@ -32,7 +32,7 @@ class ValueModel(torch.nn.Module):
         self._no_split_modules = backbone._no_split_modules
 
     def get_input_embeddings(self) -> torch.nn.Module:
-        """Returns the input embeddings. accelerate needs them, because it shards the largest matrix separately."""
+        """Returns the input embeddings. accelerate shards them separately if the model has this method."""
         return self.backbone.get_input_embeddings()
 
     def forward(self, **model_inputs: Any) -> torch.Tensor:

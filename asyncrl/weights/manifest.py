@@ -168,7 +168,7 @@ def flat_bytes(entries: Iterable[TensorEntry]) -> int:
 
 
 def into_buckets(pieces: Iterable[Piece], bucket_bytes: int) -> Iterator[tuple[Piece, ...]]:
-    """Divides pieces into buckets of `bucket_bytes`; the last one is smaller. A piece may be cut.
+    """Divides pieces into buckets of `bucket_bytes`; the last one may be smaller. A piece may be cut.
 
     >>> list(into_buckets([Piece(0, 6), Piece(64, 2)], 4))
     [(Piece(offset=0, nbytes=4),), (Piece(offset=4, nbytes=2), Piece(offset=64, nbytes=2))]

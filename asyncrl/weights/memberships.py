@@ -101,7 +101,8 @@ class Memberships:
             return new()
 
     async def store_buckets(self, version: Version, rank: int, handles: list[Any]) -> None:
-        """Keeps the handles of the buckets that a rank has put into the object store."""
+        """Keeps the handles of the buckets that a rank has put into the object store. Ignores handles of a version that
+        is not offered any longer."""
         async with self._changed:
             if version in self._offered:
                 self._stored[version, rank] = handles

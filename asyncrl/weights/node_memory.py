@@ -89,8 +89,8 @@ class Block:
         self._numbers[1] = number
 
     def lock(self, *, alone: bool) -> bool:
-        """Holds the block alone, to change it, or together with others, to read it. Returns False if others hold it;
-        then this replica holds it no longer."""
+        """Holds the block alone, to change it, or together with other readers, to read it. Returns False if another
+        holder prevents this; then this replica does not hold the block."""
         if alone:
             self.unlock()
         return try_lock(self._file.fd, alone=alone)

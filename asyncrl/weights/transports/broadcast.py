@@ -70,7 +70,7 @@ CPU = torch.device("cpu")
 
 
 class SentBucket(msgspec.Struct, frozen=True, kw_only=True):
-    """Handle of a bucket: the `index`-th of those that learner rank `rank` has sent."""
+    """Handle of a bucket: number `index` (from 0 on) of those that learner rank `rank` has sent of `version`."""
 
     version: Version
     rank: int
