@@ -786,8 +786,8 @@ class WitnessSection(Section):
     """Steps between two steps that are witnessed; the first step of a run is too. 0: none."""
     group_tokens: PositiveInt = 4096
     """Most tokens of the rows that are computed a second time, of one group that is drawn. Of a longer group, the first
-    rows are taken."""
-    on_failure: Literal["stop", "warn"] = "stop"
+    rows are taken; rows that are longer are not drawn."""
+    on_failure: Literal["stop", "warn"] = "warn"
     """What happens when an update is not the one that the configuration describes. `stop`: the run ends, before the
     optimizer's step if the gradients are concerned. `warn`: an error in the log, and training goes on."""
 

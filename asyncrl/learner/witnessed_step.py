@@ -49,13 +49,14 @@ def witnessed(lease: Lease, *, config: Config, rows_per_update: int) -> Witnesse
     kept = trained(completions, axes=axes, config=config)
     found = None if axes is None else advantages(completions, axes=axes, config=config)
     teaches = [is_kept and (found is None or found[n] != 0) for n, is_kept in enumerate(kept)]
-    drawn = _drawn(lease, teaches, config=config)
+    drawn = _drawn(lease, teaches, seed=config.run.seed, most_tokens=config.witness.group_tokens)
     numbers_B = torch.full((len(completions),), -1)
     numbers_B[drawn] = torch.arange(len(drawn))
     outcomes = None if found is None else tuple(found[n] for n in drawn)
     by_token = has_token_advantages(resolve_advantage(advantage_of(config.algorithm)))
-    of_updates = counts(completions, kept, rows_per_update=rows_per_update)
-    request = Request(counts=of_updates, advantages=None if by_token else outcomes)
+    of_updates = counts(completions, kept, rows_per_update=rows_per_update, config=config)
+    largest = max(map(abs, found or [0.0]))
+    request = Request(counts=of_updates, advantages=None if by_token else outcomes, largest_advantage=largest)
     return Witnessed(numbers_B=numbers_B, request=request, rows=tuple(drawn), outcomes=outcomes)
 
 
@@ -125,7 +126,7 @@ def counts_of_step(lease: Lease, report: StepReport, *, config: Config) -> Findi
     """Compares the samples and tokens that the ranks trained with those that the lease and its masks leave."""
     completions = _completions(lease)
     kept = trained(completions, axes=_sample_axes(config), config=config)
-    [whole] = counts(completions, kept, rows_per_update=len(completions))
+    [whole] = counts(completions, kept, rows_per_update=len(completions), config=config)
     left_out = report.diagnostics.get("nonfinite_tokens", 0.0)
     without = Counts(tokens=whole.tokens - left_out, sequences=whole.sequences)
     return counts_finding(without, tokens=report.trained_tokens, sequences=report.trained_samples)
@@ -163,14 +164,15 @@ def _of_group(group: LeasedGroup, *, step: int) -> Sequence[Completion]:
     ]
 
 
-def _drawn(lease: Lease, teaches: Sequence[bool], *, config: Config) -> list[int]:
-    """Returns the rows of the drawn group, as many as have at most `witness.group_tokens` tokens together, or the first
-    one. A group of which no sample teaches has no gradient, so it is drawn only if there is no other."""
-    ends = [*accumulate(len(group.meta.rewards) for group in lease.groups)]
-    rows = [range(end - len(group.meta.rewards), end) for group, end in zip(lease.groups, ends, strict=True)]
-    teach = [i for i, own in enumerate(rows) if any(teaches[n] for n in own)]
-    draw = random.Random(f"{config.run.seed} {lease.incarnation} {lease.step}")
-    index = draw.choice(teach or range(len(rows)))
-    lengths = accumulate(lease.groups[index].meta.row_tokens)
-    fit = [n for n, tokens in zip(rows[index], lengths, strict=True) if tokens <= config.witness.group_tokens]
-    return fit or [rows[index][0]]
+def _drawn(lease: Lease, teaches: Sequence[bool], *, seed: int, most_tokens: int) -> list[int]:
+    """Returns the rows of the drawn group, as many as have at most `witness.group_tokens` tokens together. A group of
+    which no sample teaches has no gradient, so it is drawn only if there is no other. Returns none if no row fits."""
+    fit = list[list[int]]()
+    end = 0
+    for group in lease.groups:
+        start, end = end, end + len(group.meta.rewards)
+        lengths = accumulate(group.meta.row_tokens)
+        fit.append([n for n, tokens in zip(range(start, end), lengths, strict=True) if tokens <= most_tokens])
+    teach = [rows for rows in fit if any(teaches[n] for n in rows)]
+    draw = random.Random(f"{seed} {lease.incarnation} {lease.step}")
+    return draw.choice(teach or fit)

@@ -42,6 +42,8 @@ from asyncrl.witness.objective import Axes, Sample
 from asyncrl.witness.optimizer import Element, difference, rate_of_step, stepped
 from asyncrl.witness.plain_pass import plain_attention, plain_pass
 
+LEAST_TOKENS = 200
+"""Tokens over which differences of log-probs in bfloat16 are averaged. Tokens that are missing count as equal."""
 WITNESS = "witness"
 """Column [B]: the number of a row within the drawn group, −1 for other rows."""
 
@@ -242,7 +244,8 @@ class UpdateWitness:
         fast = squares(model)
         sequences = [sequence for part in own for sequence in plain_sequences(part)]
         apart: list[float] = []
-        with plain_attention(model):
+        longest = max((len(sequence.tokens) for sequence in sequences), default=0)
+        with plain_attention(model, longest=longest):
             for sequence in _filled(sequences, self._ranks, lambda: NO_SEQUENCE):
                 logprobs = plain_pass(
                     model,
@@ -255,10 +258,14 @@ class UpdateWitness:
                     factor=-float(self._ranks.world_size),
                 )
                 apart += _apart(seen, sequence, logprobs)
-        sides = [*zip(*self._ranks.gather((fast, squares(model))), strict=True)]
+        found = self._ranks.gather((fast, squares(model), Differences.of(apart), len(seen.by_logprob)))
+        if not any(noted for *_, noted in found):
+            return  # a loss of logits, of which nothing is noted, or rows without a trained token
         exact = compute_dtype(self._config) == torch.float32
+        sides = [[own[0] for own in found], [own[1] for own in found]]
         self._findings += _gradient_findings(sides, limits=GRADIENT_FLOAT32 if exact else GRADIENT_BFLOAT16)
-        self._findings += _row_findings(Differences.of(apart), config=self._config, exact=exact)
+        differences = sum((own[2] for own in found), Differences())
+        self._findings += _row_findings(differences, config=self._config, exact=exact)
 
     def judge(self, plan: UpdatePlan, model: torch.nn.Module, state: Mapping[Any, Mapping[str, Any]]) -> None:
         """Compares the counts of the update, and the coefficients and advantages that its passes used. Notes elements
@@ -268,12 +275,17 @@ class UpdateWitness:
         passed = sum(self._ranks.gather(seen.tokens))
         self._findings.append(counts_finding(expected, tokens=plan.valid_toks, sequences=plan.valid_seqs))
         self._findings.append(counts_finding(expected, tokens=passed, sequences=plan.valid_seqs))
-        if self._axes is not None:
-            largest = [abs(each) for column in seen.by_logprob.values() for each in column]
-            scale = max(self._ranks.gather(max(largest, default=0.0)))
-            self._findings += coefficients(self._axes, seen.samples, expected, seen.by_logprob, scale=scale or 1.0)
+        # with other counts than those of the lease, the formulas would have no divisor for some samples
+        if self._axes is not None and not any(finding.failed for finding in self._findings[-2:]):
+            for of_entropies, column in ((False, seen.by_logprob), (True, seen.by_entropy)):
+                largest = max((abs(each) for values in column.values() for each in values), default=0.0)
+                scale = max(self._ranks.gather(largest)) or 1.0
+                self._findings += coefficients(
+                    self._axes, seen.samples, expected, column, scale=scale, of_entropies=of_entropies
+                )
         if self._request.advantages is not None:
-            self._findings += advantage_findings(self._request.advantages, seen.samples)
+            scale = self._request.largest_advantage or 1.0
+            self._findings += advantage_findings(self._request.advantages, seen.samples, scale=scale)
         self._elements = DrawnElements(model, state, seed=self._config.run.seed + self._train_calls + self._update)
         # a tensor that had no gradient in some updates, as that of an expert without tokens, has made fewer steps
         steps = max((int(moments["step"]) for moments in state.values() if moments), default=0)
@@ -310,14 +322,12 @@ def _apart(watched: Watched, sequence: PlainSequence, logprobs: Sequence[float])
 
 
 def _row_findings(found: Differences, *, config: Config, exact: bool) -> list[Finding]:
-    """Returns a finding for the log-probs of the drawn rows of this rank."""
-    if not found.tokens:
-        return []
+    """Returns a finding for the log-probs of the drawn rows of all ranks."""
     if exact:
         limits = ParityLimits.of(config, temperature=config.generator.temperature)
         ratio, words = found.max_nats / limits.largest_nats, f"by at most {found.max_nats:.3g} nats"
     else:
-        mean = found.spread().mean_nats
+        mean = found.spread(least_tokens=LEAST_TOKENS).mean_nats  # a single token may differ much
         ratio, words = mean / config.weights.parity_mean_nats, f"by {mean:.3g} nats on average"
     words = f"log-probs of {found.tokens} tokens differ {words} from those of their rows alone"
     return [Finding(check="rows", ratio=ratio, words=words)]

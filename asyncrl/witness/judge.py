@@ -36,11 +36,13 @@ class Request:
     """What the driver knows of the rows that are witnessed in a step.
 
     `counts` are those of each update, by the lease. `advantages` are those of the drawn rows by their numbers, from the
-    rewards by plain formulas; None if the ranks compute an advantage for each token.
+    rewards by plain formulas; None if the ranks compute an advantage for each token. `largest_advantage` is that of the
+    whole step.
     """
 
     counts: tuple[Counts, ...]
     advantages: tuple[float, ...] | None = None
+    largest_advantage: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,15 +78,22 @@ def worst(findings: Iterable[Finding]) -> dict[str, Finding]:
 
 
 def coefficients(
-    axes: Axes, samples: Mapping[int, Sample], counts: Counts, found: Mapping[int, Sequence[float]], *, scale: float
+    axes: Axes,
+    samples: Mapping[int, Sample],
+    counts: Counts,
+    found: Mapping[int, Sequence[float]],
+    *,
+    scale: float,
+    of_entropies: bool = False,
 ) -> list[Finding]:
-    """Compares the derivatives of the loss by the log-probs of each sample with those that the ranks used. Samples are
-    known by their numbers in the drawn group. `scale` is the largest derivative of the whole group."""
+    """Compares the derivatives of the loss by the log-probs of each sample, or by their entropies, with those that the
+    ranks used. Samples are known by their numbers in the drawn group. `scale` is the largest derivative of the whole
+    group."""
     findings = []
-    for number, sample in samples.items():
-        sides = [
-            derivatives(axes, sample, counts, apart_nats=apart).logprobs for apart in (0, ROUNDING_NATS, -ROUNDING_NATS)
-        ]
+    for number in found:
+        sample = samples[number]
+        both = [derivatives(axes, sample, counts, apart_nats=apart) for apart in (0, ROUNDING_NATS, -ROUNDING_NATS)]
+        sides = [side.entropies if of_entropies else side.logprobs for side in both]
         for t, value in enumerate(found[number]):
             expected = [side[t] for side in sides]
             outside = max(min(expected) - value, value - max(expected), 0.0) if value == value else float("nan")
@@ -114,9 +123,9 @@ def counts_finding(expected: Counts, *, tokens: float, sequences: float) -> Find
     )
 
 
-def advantage_findings(expected: Sequence[float], samples: Mapping[int, Sample]) -> list[Finding]:
-    """Compares the advantages of the drawn rows with those that follow from the rewards."""
-    scale = max((abs(value) for value in expected), default=0.0) or 1.0
+def advantage_findings(expected: Sequence[float], samples: Mapping[int, Sample], *, scale: float) -> list[Finding]:
+    """Compares the advantages of the drawn rows with those that follow from the rewards. `scale` is the largest one of
+    the step."""
     return [
         Finding(
             check="advantages",

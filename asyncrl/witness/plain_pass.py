@@ -16,11 +16,17 @@ AT_ONCE = 64
 """Tokens whose softmax over the vocabulary is computed at once, in float64."""
 
 
+LONGEST_EAGER = 1024
+"""Longest sequence with eager attention, which keeps a number for each pair of tokens, head and layer: 4 GB for a
+longer one with 32 heads and 32 layers."""
+
+
 @contextmanager
-def plain_attention(model: Any) -> Iterator[None]:
-    """Lets a model of transformers compute with its eager attention within the block."""
+def plain_attention(model: Any, *, longest: int) -> Iterator[None]:
+    """Lets a model of transformers compute with its eager attention within the block, or with sdpa if the `longest`
+    sequence is longer than `LONGEST_EAGER`."""
     usual = model.config._attn_implementation
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation("eager" if longest <= LONGEST_EAGER else "sdpa")
     try:
         yield
     finally:

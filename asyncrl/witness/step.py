@@ -1,5 +1,6 @@
 """What a lease and its masks leave to train: samples, tokens and advantages, from the metadata of the groups."""
 
+import struct
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,6 +8,9 @@ from dataclasses import dataclass, field
 from asyncrl.config.schema import Config
 from asyncrl.witness.advantages import Scored, equal_groups, of_samples, shaped
 from asyncrl.witness.objective import Axes, Counts
+
+OF_TOTALS: Axes = {"baseline": "group_mean", "rewards": "total", "length_penalty": None}
+"""The axes by which groups are compared with an estimator of the user's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +27,11 @@ class Completion:
 
 
 def trained(completions: Sequence[Completion], *, axes: Axes | None, config: Config) -> list[bool]:
-    """Returns which samples the filters of `algorithm` leave. `axes` are those of the estimator of advantages."""
+    """Returns which samples the filters of `algorithm` leave. `axes` are those of the estimator of advantages; None for
+    one of the user's own, whose groups are equal if their total rewards are."""
     algorithm, equal = config.algorithm, [False] * len(completions)
-    if algorithm.zero_variance == "mask" and axes is not None:
+    if algorithm.zero_variance == "mask":
+        axes = OF_TOTALS if axes is None else axes
         known = [n for n, completion in enumerate(completions) if completion.reward is not None]
         for n, same in zip(known, equal_groups(axes, [_scored(completions[n], config) for n in known]), strict=True):
             equal[n] = same
@@ -59,10 +65,19 @@ def _scored(completion: Completion, config: Config) -> Scored:
             limit_tokens=config.generator.max_completion_tokens,
             buffer_tokens=config.algorithm.overlong_buffer_tokens,
         )
-    return Scored(group=completion.group, reward=reward, tokens=completion.tokens, components=completion.components)
+    # the first path compares and subtracts rewards in float32, so 0.1 + 0.2 and 0.3 are equal
+    components = {name: _float32(value) for name, value in completion.components.items()}
+    return Scored(group=completion.group, reward=_float32(reward), tokens=completion.tokens, components=components)
 
 
-def counts(completions: Sequence[Completion], kept: Sequence[bool], *, rows_per_update: int) -> tuple[Counts, ...]:
+def _float32(value: float) -> float:
+    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    return rounded
+
+
+def counts(
+    completions: Sequence[Completion], kept: Sequence[bool], *, rows_per_update: int, config: Config
+) -> tuple[Counts, ...]:
     """Returns the counts of each update, which takes the next `rows_per_update` samples. `kept` says which of them are
     trained."""
     found = []
@@ -76,6 +91,6 @@ def counts(completions: Sequence[Completion], kept: Sequence[bool], *, rows_per_
                 samples += 1
                 tokens += left
                 by_group[completion.group] += left
-                positive += left if (completion.reward or 0.0) > 0 else 0
+                positive += left if _scored(completion, config).reward > 0 else 0
         found.append(Counts(tokens=tokens, sequences=samples, tokens_by_group=dict(by_group), positive_tokens=positive))
     return tuple(found)

@@ -36,12 +36,13 @@ async def test_a_request_has_the_counts_of_each_update_and_the_advantages_of_the
 
 @pytest.mark.asyncio
 async def test_of_a_group_that_is_too_long_only_the_first_rows_are_witnessed() -> None:
-    scene = Scene(witness={"every_steps": 1, "group_tokens": 1}, learner={"total_steps": 1})
-    await scene.run()
-    [request] = scene.trainer.requests
-    assert request is not None
-    assert request.advantages is not None
-    assert len(request.advantages) == 1 < GROUP_SIZE
+    for group_tokens, rows in ((1, 0), (4, 1), (100, GROUP_SIZE)):
+        scene = Scene(witness={"every_steps": 1, "group_tokens": group_tokens}, learner={"total_steps": 1})
+        await scene.run()
+        [request] = scene.trainer.requests
+        assert request is not None
+        assert request.advantages is not None
+        assert len(request.advantages) == rows, group_tokens
 
 
 @pytest.mark.asyncio
@@ -72,7 +73,7 @@ async def test_a_step_that_does_not_train_its_lease_is_named(
 @pytest.mark.asyncio
 async def test_what_the_ranks_found_ends_the_run_and_is_recorded() -> None:
     finding = Finding(check="optimizer", ratio=3.0, words="an element of w")
-    scene = Scene(learner={"total_steps": 2})
+    scene = Scene(learner={"total_steps": 2}, witness={"every_steps": 0, "on_failure": "stop"})
     scene.trainer.answers = [
         trained(findings={"optimizer": replace(finding, ratio=0.5)}),
         trained(findings={"optimizer": finding}),

@@ -55,7 +55,7 @@ def test_a_row_alone_has_its_log_probs_and_its_gradient(folder: Path, with_suppo
     inside = torch.arange(width - 1) < (lengths - 1).unsqueeze(1)
     ((by_logprob * logprobs + by_entropy * entropies) * inside).sum().backward()  # type: ignore[no-untyped-call]
     plain = loaded(folder, "sdpa")
-    with plain_attention(plain):
+    with plain_attention(plain, longest=8):
         for b, row in enumerate(ROWS):
             found = plain_pass(
                 plain,
@@ -76,6 +76,7 @@ def test_a_row_alone_has_its_log_probs_and_its_gradient(folder: Path, with_suppo
 
 def test_a_pass_without_slopes_makes_no_gradient(folder: Path) -> None:
     model = loaded(folder, "sdpa")
-    with plain_attention(model):
+    with plain_attention(model, longest=2000):
+        assert model.config._attn_implementation == "sdpa"
         assert len(plain_pass(model, ROWS[0], temperature=1.0, device=CPU)) == len(ROWS[0]) - 1
     assert all(parameter.grad is None for parameter in model.parameters())
