@@ -294,7 +294,7 @@ class Stages:
 
     async def _token_findings(self, meta: KVBatchMeta, drawn: Witnessed | None) -> list[Finding]:
         """Returns what the witness finds of the advantages of the drawn tokens, if each token has its own."""
-        if drawn is None or self._by_token is None:
+        if drawn is None or not drawn.rows or self._by_token is None:
             return []
         columns = token_columns(self._by_token)
         rows = meta.subset(drawn.rows)

@@ -63,7 +63,7 @@ class Finding:
         return (
             f"an update is not the one that the configuration describes. The witness's check `{self.check}` found: "
             f"{self.words}; this is {self.ratio:.3g} times what is accepted. It is a bug of asyncrl or of a library: "
-            "report it with the run's directory. `witness.on_failure: warn` trains on"
+            "report it with the run's directory. `witness.on_failure` says whether training goes on"
         )
 
 

@@ -1,7 +1,6 @@
 """AdamW, the clipping of gradients and the schedule of the learning rate, by their formulas, for single elements."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncrl.config.schema import OptimizerSection
@@ -57,8 +56,3 @@ def difference(element: Element, expected: float, found: float) -> float:
     """Returns the difference of a new value from the expected one, as a share of what is accepted."""
     rounding = ROUNDINGS * 2**-23 * max(abs(element.value), abs(expected), 2**-126)
     return abs(found - expected) / (RELATIVE * abs(expected - element.value) + rounding)
-
-
-def norm_of(squares: Sequence[float]) -> float:
-    """Returns the norm of gradients whose squares were added up by part."""
-    return math.sqrt(math.fsum(squares))

@@ -85,6 +85,16 @@ async def test_what_the_ranks_found_ends_the_run_and_is_recorded() -> None:
     assert step.diagnostics["witness_counts_ratio"] == 0.0
 
 
+@pytest.mark.asyncio
+async def test_a_step_of_which_no_row_is_short_enough_is_trained_without_a_comparison_of_its_tokens() -> None:
+    advantage = {"name": "reinforce_pp", "gamma": 0.9}
+    witness = {"every_steps": 1, "group_tokens": 1}
+    scene = Scene(witness=witness, learner={"total_steps": 1}, algorithm={"advantage": advantage})
+    await scene.run()
+    [step] = scene.log.steps
+    assert "witness_advantages_ratio" not in step.diagnostics
+
+
 def drawn(outcomes: tuple[float, ...]) -> Witnessed:
     return Witnessed(numbers_B=torch.tensor([0, 1]), request=Request(counts=()), rows=(0, 1), outcomes=outcomes)
 
