@@ -59,6 +59,7 @@ campaign: mutations processors ## runs weekly and before a release: these two, l
 	$(PYTEST) -m campaign
 	ENGINE_DEATHS="1,0 2,0 2,1 2,2" $(PYTEST) tests/integration/test_engine_ends.py
 	$(BIN)/python tests/campaign/run_faults.py
+	$(BIN)/python tests/campaign/run_healthy.py
 	$(BIN)/python benchmarks/data_campaign.py
 	$(BIN)/python benchmarks/pool_campaign.py
 	$(BIN)/python benchmarks/crash_campaign.py run

@@ -155,8 +155,11 @@ def patched(copy: Path, fault: Fault, *, back: bool = False) -> None:
         subprocess.run(command, cwd=copy, check=True, env=os.environ | {"GIT_CEILING_DIRECTORIES": str(copy.parent)})
 
 
-def called(command: Sequence[str], *, cwd: Path, limit_s: float, logs: Path | None = None) -> tuple[int, str]:
-    """Runs `asyncrl` with the code in `cwd`. Returns its status and what it has written, also to the files in `logs`.
+def called(
+    command: Sequence[str], *, cwd: Path, limit_s: float, logs: Path | None = None, path: str | None = None
+) -> tuple[int, str]:
+    """Runs `asyncrl` with the code in `cwd`, or with `path` as PYTHONPATH. Returns its status and what it has written,
+    also to the files in `logs`.
 
     A command that takes longer than `limit_s` is ended with Ctrl-C, and then all of its processes are killed. So is one
     whose logs have one of `SIGNS`: a run goes on with new replicas after a probe has failed, until they fail too.
@@ -172,7 +175,7 @@ def called(command: Sequence[str], *, cwd: Path, limit_s: float, logs: Path | No
         process = subprocess.Popen(
             words,
             cwd=cwd,
-            env=os.environ | {"PYTHONPATH": str(cwd)},
+            env=os.environ | {"PYTHONPATH": path or str(cwd)},
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -287,9 +290,9 @@ def table(known: Mapping[str, Fault], results: Mapping[tuple[str, str], Result])
     ]
 
 
-def write(lines: Sequence[str]) -> None:
-    """Replaces the table in docs/guarantees.md."""
-    begin, end = MARKS
+def write_table(lines: Sequence[str], *, marks: tuple[str, str] = MARKS) -> None:
+    """Replaces the table between the marks in docs/guarantees.md."""
+    begin, end = marks
     before, _, rest = PAGE.read_text().partition(begin)
     _, _, after = rest.partition(end)
     PAGE.write_text("\n".join([f"{before}{begin}\n", *lines, f"\n{end}{after}"]))
@@ -318,7 +321,7 @@ def main() -> int:
             print(f"{name} in {dtype}: {result.found_by}{at} ({result.seconds:.0f} s){expected}  {result.words}")
             sys.stdout.flush()
     if options.write:
-        write(table(known, recorded()))
+        write_table(table(known, recorded()))
     return int(wrong > 0)
 
 
