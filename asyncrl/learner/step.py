@@ -245,7 +245,9 @@ class Stages:
             return samples
         rows = len(samples.mask_B)
         per_update = self._rows_per_update(rows, ranks=self.config.learner.ranks)
-        return replace(samples, witnessed=witnessed(lease, config=self.config, rows_per_update=per_update))
+        return replace(
+            samples, witnessed=witnessed(lease, first=self._is_first, config=self.config, rows_per_update=per_update)
+        )
 
     async def train(
         self, meta: KVBatchMeta, samples: StepSamples, *, step: int

@@ -43,8 +43,9 @@ def is_witnessed(step: int, *, first: bool, config: Config) -> bool:
     return every > 0 and (first or step % every == 0)
 
 
-def witnessed(lease: Lease, *, config: Config, rows_per_update: int) -> Witnessed:
-    """Draws a group of the lease, and returns what its samples must be trained with by the plain formulas."""
+def witnessed(lease: Lease, *, first: bool, config: Config, rows_per_update: int) -> Witnessed:
+    """Draws a group of the lease, and returns what its samples must be trained with by the plain formulas. `first` is
+    true for the first step after a start of the learner."""
     axes, completions = _sample_axes(config), _completions(lease)
     kept = trained(completions, axes=axes, config=config)
     found = None if axes is None else advantages(completions, axes=axes, config=config)
@@ -56,7 +57,12 @@ def witnessed(lease: Lease, *, config: Config, rows_per_update: int) -> Witnesse
     by_token = has_token_advantages(resolve_advantage(advantage_of(config.algorithm)))
     of_updates = counts(completions, kept, rows_per_update=rows_per_update, config=config)
     largest = max(map(abs, found or [0.0]))
-    request = Request(counts=of_updates, advantages=None if by_token else outcomes, largest_advantage=largest)
+    request = Request(
+        counts=of_updates,
+        advantages=None if by_token else outcomes,
+        largest_advantage=largest,
+        every_part=first,
+    )
     return Witnessed(numbers_B=numbers_B, request=request, rows=tuple(drawn), outcomes=outcomes)
 
 

@@ -6,6 +6,7 @@ Legend: B rows, S tokens, T = S − 1 next tokens, V vocabulary.
 import copy
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -34,12 +35,14 @@ from asyncrl.policy.step_loss import add_update_shares, calibrated_loss, holds_r
 from asyncrl.ranks.accelerator import compute_dtype, frozen
 from asyncrl.ranks.batching import token_batch, without_nonfinite
 from asyncrl.ranks.collectives import on_first_rank
+from asyncrl.ranks.digest import model_digest
 from asyncrl.ranks.gather import gather_weights, own_shards, parameter_specs
 from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned
 from asyncrl.ranks.model_rows import ModelRows
 from asyncrl.ranks.packed import ATTENTION
 from asyncrl.ranks.plan import PlannedUpdate
 from asyncrl.ranks.start_check import check_start
+from asyncrl.ranks.witnessed import UpdateWitness
 from asyncrl.ranks.worker import HOST, MODEL, SCORED_COLUMNS, RankWorker, move_model
 from asyncrl.weights.delta import DeltaSender
 from asyncrl.weights.manifest import ParameterSpec, TensorEntry, layout
@@ -70,6 +73,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         self._engine_dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         self._specs = parameter_specs(self.model, dtype=self._engine_dtype)
         self._first_weights: torch.nn.Module | None = None
+        self._first_digest: int | None = None
         self._lora = config.model.lora
         check_start(
             partial(_token_logprobs, self.model),
@@ -148,6 +152,13 @@ class PolicyWorker(RankWorker[LossFunction]):
         axes: Axes = msgspec.to_builtins(loss_fn.objective)
         return axes
 
+    def _witness_reference(self, update: PlannedUpdate, witness: UpdateWitness) -> None:
+        if not any(self.gather(any("reference_policy_logprobs" in part for part in update.parts))):
+            return
+        with self._as_reference() as model:
+            is_initial = self._first_digest in (None, model_digest(model, rank=self.rank))
+            witness.compare_reference(update.parts, model, is_initial=is_initial, device=self._device)
+
     def _weights_changed(self) -> None:
         self._shared.void()
 
@@ -178,13 +189,8 @@ class PolicyWorker(RankWorker[LossFunction]):
         self, data: BatchedDataDict, *, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """Returns `reference_logprobs` [B, S]: the same under the initial weights. The live weights are not changed."""
-        if self._lora is None:
-            scored_BS = self._scored_logprobs(data, model=self._reference(), micro_batch_size=micro_batch_size)
-        else:
-            from asyncrl.policy.adapter import adapter_off
-
-            with adapter_off(self.model):
-                scored_BS = self._scored_logprobs(data, model=self.model, micro_batch_size=micro_batch_size)
+        with self._as_reference() as model:
+            scored_BS = self._scored_logprobs(data, model=model, micro_batch_size=micro_batch_size)
         return BatchedDataDict(reference_logprobs=scored_BS)
 
     def probe(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
@@ -194,10 +200,22 @@ class PolicyWorker(RankWorker[LossFunction]):
             scored_BS = self._scored_logprobs(token_batch(sequences), model=self.model, temperature=1.0).numpy()
         return [row[1 : len(tokens)] for row, tokens in zip(scored_BS, sequences, strict=True)]
 
+    @contextmanager
+    def _as_reference(self) -> Iterator[torch.nn.Module]:
+        """Yields a model with the initial weights within the block."""
+        if self._lora is None:
+            yield self._reference()
+        else:
+            from asyncrl.policy.adapter import adapter_off
+
+            with adapter_off(self.model):
+                yield self.model
+
     def _reference(self) -> torch.nn.Module:
         """Returns the initial weights, sharded like the live ones. The first call loads them."""
         if self._first_weights is None:
             self._first_weights = frozen(self._loaded(self._model_path), accelerator=self._accelerator)
+            self._first_digest = model_digest(self._first_weights, rank=self.rank)
         return self._first_weights
 
     def _scored_logprobs(

@@ -25,6 +25,7 @@ from asyncrl.ranks.batching import empty_micro_batch
 from asyncrl.ranks.collectives import Collectives
 from asyncrl.ranks.model_rows import branches_as_rows
 from asyncrl.ranks.report import UpdatePlan
+from asyncrl.user_code import describe_error
 from asyncrl.weights.parity import Differences, ParityLimits
 from asyncrl.witness.judge import (
     GRADIENT_BFLOAT16,
@@ -39,7 +40,7 @@ from asyncrl.witness.judge import (
     worst,
 )
 from asyncrl.witness.objective import Axes, Sample
-from asyncrl.witness.optimizer import Element, difference, rate_of_step, stepped
+from asyncrl.witness.optimizer import RELATIVE, Element, difference, rate_of_step, stepped
 from asyncrl.witness.plain_pass import plain_attention, plain_pass
 
 LEAST_TOKENS = 200
@@ -164,18 +165,44 @@ def plain_sequences(rows: BatchedDataDict) -> Iterator[PlainSequence]:
             )
 
 
-def squares(model: torch.nn.Module) -> dict[str, float]:
-    """Returns the sum of the squares of this rank's shard of each gradient, by the name of the tensor."""
+def squares(model: torch.nn.Module, *, world_size: int) -> dict[str, float]:
+    """Returns this rank's part of the sum of the squares of each gradient, by the name of the tensor. The parts of all
+    ranks add up to the sum of the whole tensor, also if several ranks have the same shard."""
     found = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             norm = torch.linalg.vector_norm(_own(parameter.grad), dtype=torch.float64)
-            found[name] = float(norm) ** 2
+            found[name] = float(norm) ** 2 / _copies(parameter.grad, world_size=world_size)
     return found
+
+
+def _copies(tensor: torch.Tensor, *, world_size: int) -> int:
+    """Returns on how many ranks each shard of a tensor is."""
+    if not isinstance(tensor, DTensor):
+        return world_size
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if placement.is_replicate())
 
 
 def _own(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+PART_ELEMENTS = 64
+"""Elements of each shard of a gradient that are added up over the micro-batches."""
+DrawnGradient = Mapping[str, Sequence[float]]
+"""Drawn elements of this rank's shard of each gradient, by the name of the tensor."""
+
+
+def drawn_gradient(model: torch.nn.Module, *, seed: int) -> DrawnGradient:
+    """Returns `PART_ELEMENTS` elements of this rank's shard of each gradient, the same ones for the same `seed`."""
+    draw, found = torch.Generator().manual_seed(seed), dict[str, list[float]]()
+    for name, parameter in model.named_parameters():
+        own = _own(parameter.detach())
+        places = torch.randint(max(own.numel(), 1), (PART_ELEMENTS,), generator=draw).to(own.device)
+        if parameter.grad is not None and own.numel():
+            found[name] = _own(parameter.grad).flatten()[places].double().tolist()
+    return found
 
 
 class UpdateWitness:
@@ -209,6 +236,8 @@ class UpdateWitness:
         self._step = step
         self._findings: list[Finding] = []
         self._elements: DrawnElements | None = None
+        self._norm = 0.0
+        self._sums: list[DrawnGradient] = []
         self.watched = Watched(world_size=ranks.world_size, step=step)
 
     @property
@@ -222,7 +251,8 @@ class UpdateWitness:
         failed = [finding for finding in self.worst if finding.failed]
         if not failed or self._config.witness.on_failure != "stop":
             return None
-        return WitnessFailed(failed[0].message)
+        step = "" if self._step is None else f"step {self._step}: "
+        return WitnessFailed(f"{step}{failed[0].message}")
 
     def pass_group(
         self,
@@ -241,11 +271,59 @@ class UpdateWitness:
         own, seen = drawn_rows(parts), Watched(world_size=self._ranks.world_size, step=self._step)
         for part in _filled(own, self._ranks, empty_micro_batch):
             run(part, seen)
-        fast = squares(model)
-        sequences = [sequence for part in own for sequence in plain_sequences(part)]
-        apart: list[float] = []
-        longest = max((len(sequence.tokens) for sequence in sequences), default=0)
-        with plain_attention(model, longest=longest):
+        fast = left = squares(model, world_size=self._ranks.world_size)
+        largest, apart = fast, dict[str, list[float]]()
+        for sequence, logprobs in self._plain_passes(own, model, seen, device=device, backward=True):
+            left = squares(model, world_size=self._ranks.world_size)
+            largest = {name: max(square, largest.get(name, 0.0)) for name, square in left.items()}
+            _add_differences(apart, "", seen, sequence, logprobs, of="current")
+            if not self._update:  # the weights of the step's start
+                _add_differences(apart, " of the step's start", seen, sequence, logprobs, of="proximal")
+        noted = self._ranks.gather(len(seen.by_logprob))
+        if not any(noted):
+            return  # a loss of logits, of which nothing is noted, or rows without a trained token
+        sides = [_added(self._ranks.gather(side)) for side in (fast, left, largest)]
+        self._findings += _gradient_findings(*sides, limits=self._limits, of="the drawn group")
+        self._compare_rows(apart)
+
+    def pass_parts(
+        self,
+        parts: Sequence[BatchedDataDict],
+        model: torch.nn.Module,
+        run: Callable[[BatchedDataDict], object],
+        *,
+        reset: Callable[[], object],
+    ) -> None:
+        """Notes drawn elements of the gradient of each micro-batch alone, if the request asks for it. `judge` compares
+        their sums with the gradient of the update. `run` passes a micro-batch forward and backward, and `reset` sets
+        the gradients to 0."""
+        if not self._request.every_part:
+            return
+        for part in parts:
+            run(part)
+            drawn = drawn_gradient(model, seed=self._config.run.seed)
+            self._sums.append(drawn)
+            reset()
+
+    def compare_reference(
+        self, parts: Sequence[BatchedDataDict], model: Any, *, is_initial: bool, device: torch.device
+    ) -> None:
+        """Compares the reference's log-probs of the drawn rows with those of a plain pass by `model`, which has the
+        reference's weights. `is_initial` says whether these are the weights that were loaded first."""
+        seen, apart = Watched(world_size=self._ranks.world_size, step=self._step), dict[str, list[float]]()
+        for sequence, logprobs in self._plain_passes(drawn_rows(parts), model, seen, device=device, backward=False):
+            _add_differences(apart, " of the reference", self.watched, sequence, logprobs, of="reference")
+        self._compare_rows(apart)
+        words = "the weights of the reference have changed since they were loaded"
+        self._findings.append(Finding(check="rows", ratio=0.0 if is_initial else math.inf, words=words))
+
+    def _plain_passes(
+        self, rows: Sequence[BatchedDataDict], model: Any, seen: Watched, *, device: torch.device, backward: bool
+    ) -> Iterator[tuple[PlainSequence, list[float]]]:
+        """Yields this rank's sequences with their log-probs by plain passes. With `backward`, they take the gradient
+        that the slopes in `seen` give away from the gradients of the model."""
+        sequences = [sequence for part in rows for sequence in plain_sequences(part)]
+        with plain_attention(model, longest=max((len(sequence.tokens) for sequence in sequences), default=0)):
             for sequence in _filled(sequences, self._ranks, lambda: NO_SEQUENCE):
                 logprobs = plain_pass(
                     model,
@@ -253,19 +331,19 @@ class UpdateWitness:
                     temperature=self._config.generator.temperature,
                     device=device,
                     supports=sequence.supports,
-                    by_logprob=_slopes(seen, sequence),
-                    by_entropy=_slopes(seen, sequence, of_entropy=True),
+                    by_logprob=_slopes(seen, sequence) if backward else None,
+                    by_entropy=_slopes(seen, sequence, of_entropy=True) if backward else None,
                     factor=-float(self._ranks.world_size),
                 )
-                apart += _apart(seen, sequence, logprobs)
-        found = self._ranks.gather((fast, squares(model), Differences.of(apart), len(seen.by_logprob)))
-        if not any(noted for *_, noted in found):
-            return  # a loss of logits, of which nothing is noted, or rows without a trained token
+                yield sequence, logprobs
+
+    def _compare_rows(self, apart: Mapping[str, Sequence[float]]) -> None:
+        """Compares log-probs of drawn rows of all ranks, from their differences by policy."""
         exact = compute_dtype(self._config) == torch.float32
-        sides = [[own[0] for own in found], [own[1] for own in found]]
-        self._findings += _gradient_findings(sides, limits=GRADIENT_FLOAT32 if exact else GRADIENT_BFLOAT16)
-        differences = sum((own[2] for own in found), Differences())
-        self._findings += _row_findings(differences, config=self._config, exact=exact)
+        found = self._ranks.gather({policy: Differences.of(values) for policy, values in apart.items()})
+        for policy in dict.fromkeys(policy for own in found for policy in own):
+            differences = sum((own[policy] for own in found if policy in own), Differences())
+            self._findings += _row_findings(differences, policy=policy, config=self._config, exact=exact)
 
     def judge(self, plan: UpdatePlan, model: torch.nn.Module, state: Mapping[Any, Mapping[str, Any]]) -> None:
         """Compares the counts of the update, and the coefficients and advantages that its passes used. Notes elements
@@ -280,24 +358,47 @@ class UpdateWitness:
             for of_entropies, column in ((False, seen.by_logprob), (True, seen.by_entropy)):
                 largest = max((abs(each) for values in column.values() for each in values), default=0.0)
                 scale = max(self._ranks.gather(largest)) or 1.0
-                self._findings += coefficients(
+                self._findings += _coefficients(
                     self._axes, seen.samples, expected, column, scale=scale, of_entropies=of_entropies
                 )
+        self._norm = math.sqrt(sum(self._ranks.gather(sum(squares(model, world_size=self._ranks.world_size).values()))))
         if self._request.advantages is not None:
             scale = self._request.largest_advantage or 1.0
             self._findings += advantage_findings(self._request.advantages, seen.samples, scale=scale)
+        if self._sums:
+            self._compare_parts(drawn_gradient(model, seed=self._config.run.seed))
         self._elements = DrawnElements(model, state, seed=self._config.run.seed + self._train_calls + self._update)
         # a tensor that had no gradient in some updates, as that of an expert without tokens, has made fewer steps
         steps = max((int(moments["step"]) for moments in state.values() if moments), default=0)
         self._findings.append(steps_finding(steps, expected=self._optimizer_steps))
 
+    def _compare_parts(self, whole: DrawnGradient) -> None:
+        """Compares drawn elements of the update's gradient with their sums over the micro-batches."""
+        fast, left, largest = dict[str, float](), dict[str, float](), dict[str, float]()
+        none = [0.0] * PART_ELEMENTS
+        for name in dict.fromkeys(name for drawn in (whole, *self._sums) for name in drawn):
+            elements, parts = whole.get(name, none), [part.get(name, none) for part in self._sums]
+            sums = [math.fsum(values) for values in zip(*parts, strict=True)]
+            fast[name] = math.fsum(value**2 for value in elements)
+            left[name] = math.fsum((value - own) ** 2 for value, own in zip(elements, sums, strict=True))
+            largest[name] = max(math.fsum(value**2 for value in drawn) for drawn in (elements, *parts))
+        sides = [_added(self._ranks.gather(side)) for side in (fast, left, largest)]
+        self._findings += _gradient_findings(*sides, limits=self._limits, of="the update")
+
+    @property
+    def _limits(self) -> GradientLimits:
+        return GRADIENT_FLOAT32 if compute_dtype(self._config) == torch.float32 else GRADIENT_BFLOAT16
+
     def compare_elements(self, *, norm: float) -> None:
-        """Compares elements of the weights with AdamW's formula, after the optimizer's step. `norm` is that of the
+        """Compares elements of the weights with AdamW's formula, after the optimizer's step. `norm` is the norm of the
         gradients, as the clipping has measured it. Not a collective."""
         learner = self._config.learner
         rate = rate_of_step(learner.optimizer, step=self._train_calls, total_steps=learner.total_steps)
         assert self._elements is not None, "judge comes before the optimizer's step"
-        self._findings += self._elements.findings(learner.optimizer, rate=rate, norm=norm)
+        self._findings += self._elements.findings(learner.optimizer, rate=rate, norm=self._norm)
+        words = f"the clipping measured the gradient norm {norm:.9g}, and a second sum gives {self._norm:.9g}"
+        ratio = abs(norm - self._norm) / (RELATIVE * self._norm) if self._norm else norm
+        self._findings.append(Finding(check="optimizer", ratio=ratio, words=words))
 
 
 def _filled(own: Sequence[Any], ranks: Collectives, empty: Callable[[], Any]) -> list[Any]:
@@ -312,40 +413,69 @@ def _slopes(watched: Watched, sequence: PlainSequence, *, of_entropy: bool = Fal
     return [at.get(place, 0.0) for place in sequence.row_places]
 
 
-def _apart(watched: Watched, sequence: PlainSequence, logprobs: Sequence[float]) -> list[float]:
-    """Returns the absolute differences of the log-probs of trained tokens."""
+def _add_differences(
+    apart: dict[str, list[float]],
+    policy: str,
+    watched: Watched,
+    sequence: PlainSequence,
+    logprobs: Sequence[float],
+    *,
+    of: str,
+) -> None:
+    """Adds the absolute differences of the log-probs of trained tokens from the column `of` of their sample, if it has
+    one."""
     sample = watched.samples.get(sequence.number)
-    if sample is None:
-        return []
-    at = dict(zip(watched.places[sequence.number], sample.current, strict=True))
-    return [abs(at[place] - own) for place, own in zip(sequence.row_places, logprobs, strict=True) if place in at]
+    column: Sequence[float] = [] if sample is None else getattr(sample, of)
+    if column:
+        at = dict(zip(watched.places[sequence.number], column, strict=True))
+        places = zip(sequence.row_places, logprobs, strict=True)
+        apart.setdefault(policy, []).extend(abs(at[place] - own) for place, own in places if place in at)
 
 
-def _row_findings(found: Differences, *, config: Config, exact: bool) -> list[Finding]:
-    """Returns a finding for the log-probs of the drawn rows of all ranks."""
+def _row_findings(found: Differences, *, policy: str, config: Config, exact: bool) -> list[Finding]:
+    """Returns a finding for the log-probs of a policy for the drawn rows of all ranks."""
     if exact:
         limits = ParityLimits.of(config, temperature=config.generator.temperature)
         ratio, words = found.max_nats / limits.largest_nats, f"by at most {found.max_nats:.3g} nats"
     else:
         mean = found.spread(least_tokens=LEAST_TOKENS).mean_nats  # a single token may differ much
         ratio, words = mean / config.weights.parity_mean_nats, f"by {mean:.3g} nats on average"
-    words = f"log-probs of {found.tokens} tokens differ {words} from those of their rows alone"
+    words = f"log-probs{policy} of {found.tokens} tokens differ {words} from those of their rows alone"
     return [Finding(check="rows", ratio=ratio, words=words)]
 
 
-def _gradient_findings(sides: Sequence[Sequence[Mapping[str, float]]], *, limits: GradientLimits) -> Iterator[Finding]:
-    """Yields a finding for each tensor, and for all together, from the squares of the gradient and of the difference on
-    each rank. Yields none for a group without a gradient."""
-    fast, left = (_added(side) for side in sides)
-    whole = math.sqrt(math.fsum(fast.values()))
-    if not whole:
+def _coefficients(*compared: Any, **options: Any) -> list[Finding]:
+    """Returns the findings of the coefficients. An error of the formulas is a finding too: a rank that ends with an
+    error leaves the others in a collective."""
+    try:
+        return coefficients(*compared, **options)
+    except Exception as error:
+        return [Finding(check="coefficients", ratio=math.inf, words=f"the formulas failed: {describe_error(error)}")]
+
+
+def _gradient_findings(
+    fast: Mapping[str, float],
+    left: Mapping[str, float],
+    largest: Mapping[str, float],
+    *,
+    limits: GradientLimits,
+    of: str,
+) -> Iterator[Finding]:
+    """Yields a finding for each tensor, and for all together, from the squares of the gradient, of the difference that
+    is left, and of the largest partial sum. Yields none if there is no gradient.
+
+    The difference is measured against the largest partial sum: gradients of samples that cancel each other have the
+    rounding errors of their sums.
+    """
+    if not any(fast.values()) and not any(left.values()):
         return
+    whole = math.sqrt(math.fsum(largest.values()))
     apart = math.sqrt(math.fsum(left.values())) / whole
-    words = f"the gradient of the drawn group differs by {apart:.3g} of its norm"
+    words = f"the gradient of {of} differs by {apart:.3g} of its norm"
     yield Finding(check="gradient", ratio=apart / limits.of_all, words=words)
-    for name, square in fast.items():
+    for name, square in largest.items():
         apart = math.sqrt(left.get(name, 0.0)) / max(math.sqrt(square), limits.least * whole)
-        words = f"the gradient of {name} for the drawn group differs by {apart:.3g} of its norm"
+        words = f"the gradient of {name} for {of} differs by {apart:.3g} of its norm"
         yield Finding(check="gradient", ratio=apart / limits.of_tensor, words=words)
 
 
@@ -417,11 +547,13 @@ def frozen_tensors(
     moments of an element and the rate of the step predict a change above the rounding of its value."""
     findings, settings = [], learner.optimizer
     rate = rate_of_step(settings, step=train_calls, total_steps=learner.total_steps)
+    newest = max((int(known["step"]) for known in state.values() if known), default=0)
     for name, parameter in model.named_parameters():
         plain = name.replace(_CHECKPOINT_PREFIX, "")
-        if plain not in same or parameter not in state:
+        known = state.get(parameter, {})
+        # the optimizer leaves out a tensor without a gradient, as that of an expert without tokens
+        if plain not in same or not known or int(known["step"]) < newest:
             continue
-        known = state[parameter]
         (first_decay, second_decay), steps = settings.betas, int(known["step"])
         first = _own(known["exp_avg"]).double() / (1 - first_decay**steps)
         second = _own(known["exp_avg_sq"]).double() / (1 - second_decay**steps)

@@ -47,7 +47,7 @@ from asyncrl.ranks.row_checks import check_rows
 from asyncrl.ranks.schedule import learning_rate
 from asyncrl.ranks.sharded_checkpoint import ShardedState, save_tokenizer
 from asyncrl.ranks.timer import Timer
-from asyncrl.ranks.witnessed import UpdateWitness, frozen_tensors
+from asyncrl.ranks.witnessed import UpdateWitness, Watched, frozen_tensors
 from asyncrl.witness.judge import Finding, Request
 from asyncrl.witness.objective import Axes
 
@@ -131,6 +131,9 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         """Returns what the witness finds of the bounds of a loss that depend on the whole step; None if there are none.
         A collective if there are some."""
         return None
+
+    def _witness_reference(self, update: PlannedUpdate, witness: UpdateWitness) -> None:
+        """Lets the witness compare the reference's log-probs, if the rows have them. A collective."""
 
     def _model_flops(self, lengths: Sequence[int], *, backward: bool) -> int | None:
         """Returns the FLOPs for rows of these lengths, forward and optionally backward; None if they are not
@@ -296,14 +299,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         self.optimizer.zero_grad()
         if witness is not None:
             with timer.time("witness"):
-                self.model.set_requires_gradient_sync(True)
-                witness.pass_group(
-                    update.parts,
-                    self.model,
-                    lambda part, seen: self._pass_drawn(part, replace(context, watched=seen)),
-                    device=self._device,
-                )
-                self.optimizer.zero_grad()
+                self._passed_again(update, context, witness)
             context = replace(context, watched=witness.watched)
         with timer.time("forward_backward"):
             for i, part in enumerate(update.parts):
@@ -320,6 +316,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         if witness is not None:
             with timer.time("witness"):
                 witness.judge(update.plan, self.model, self.optimizer.state)
+                self._witness_reference(update, witness)
         with timer.time("optimizer"):
             if train:
                 norm = self._accelerator.clip_grad_norm_(
@@ -349,10 +346,17 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             findings=() if witness is None or not finite else witness.worst,
         )
 
-    def _pass_drawn(self, part: BatchedDataDict, context: UpdateContext[LossT]) -> None:
-        """Passes drawn rows forward and backward, as `_update` passes a micro-batch."""
-        outcome = self._outcome(part.to(self._device), context)
-        self._accelerator.backward(outcome.differentiable * self.world_size)
+    def _passed_again(self, update: PlannedUpdate, context: UpdateContext[LossT], witness: UpdateWitness) -> None:
+        """Lets the witness pass the drawn rows, and in some steps each micro-batch alone. Leaves no gradient."""
+
+        def run(part: BatchedDataDict, seen: Watched | None = None) -> None:
+            outcome = self._outcome(part.to(self._device), replace(context, watched=seen))
+            self._accelerator.backward(outcome.differentiable * self.world_size)
+
+        self.model.set_requires_gradient_sync(True)
+        witness.pass_group(update.parts, self.model, run, device=self._device)
+        self.optimizer.zero_grad()
+        witness.pass_parts(update.parts, self.model, run, reset=self.optimizer.zero_grad)
 
     def get_advantages(self, data: BatchedDataDict, estimator: TokenEstimator) -> BatchedDataDict:
         """Returns `advantages` and `returns` [B, S] of this rank's rows, without columns if it has no rows.

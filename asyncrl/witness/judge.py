@@ -37,12 +37,13 @@ class Request:
 
     `counts` are those of each update, by the lease. `advantages` are those of the drawn rows by their numbers, from the
     rewards by plain formulas; None if the ranks compute an advantage for each token. `largest_advantage` is that of the
-    whole step.
+    whole step. With `every_part`, each micro-batch is also passed alone, as in the first step after a start.
     """
 
     counts: tuple[Counts, ...]
     advantages: tuple[float, ...] | None = None
     largest_advantage: float = 1.0
+    every_part: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ RECIPES: Mapping[str, Recipe] = {
         settings=(
             *SPELLER,
             "learner.ranks=2",
-            "learner.batching=fixed",
+            "learner.batching=padded",
             "learner.micro_batch_size=16",
             "learner.updates_per_step=2",
             "algorithm.loss=decoupled_ppo",
@@ -77,6 +77,7 @@ RECIPES: Mapping[str, Recipe] = {
     "mixture": Recipe(what="two tasks in a mixture", config="mixture"),
     "calculator": Recipe(what="an agent with a tool", config="agents/calculator"),
     "guess_the_number": Recipe(what="an agent in several turns", config="agents/guess_the_number"),
+    "key_value_store": Recipe(what="an agent whose conversations have branches", config="agents/key_value_store"),
 }
 
 

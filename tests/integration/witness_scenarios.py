@@ -61,7 +61,8 @@ def request_of(data: BatchedDataDict) -> Request:
         tokens_by_group={group: float(weight_BS[data["group_ids"] == group].sum()) for group in groups},
         positive_tokens=float(weight_BS[data["rewards"] > 0].sum()),
     )
-    return Request(counts=(counts,), advantages=tuple(data["advantages"][data[WITNESS] >= 0].tolist()))
+    drawn = tuple(data["advantages"][data[WITNESS] >= 0].tolist())
+    return Request(counts=(counts,), advantages=drawn, every_part=True)
 
 
 def objective_of(name: str) -> Objective:
@@ -195,6 +196,19 @@ def micro_batches(passes: Callable[[int], int]) -> Iterator[None]:
 
 
 @contextmanager
+def gradients_lost(policy: PolicyWorker) -> Iterator[None]:
+    """Only the last micro-batch of an update has a gradient."""
+    synchronise = policy.model.set_requires_gradient_sync
+
+    def reset(_: bool) -> None:
+        policy.optimizer.zero_grad()
+        synchronise(True)
+
+    with patch.object(policy.model, "set_requires_gradient_sync", reset):
+        yield
+
+
+@contextmanager
 def moments_reset(policy: PolicyWorker) -> Iterator[None]:
     kept = dict(policy.optimizer.optimizer.state)
     policy.optimizer.optimizer.state.clear()
@@ -214,6 +228,24 @@ def younger(prepared: Any) -> Any:
     return found
 
 
+def norm_too_small(policy: PolicyWorker) -> Any:
+    clip = policy._accelerator.clip_grad_norm_
+    return patch.object(policy._accelerator, "clip_grad_norm_", lambda *args: 0.98 * clip(*args))
+
+
+def of_live_weights(_: Any) -> Any:
+    """The reference's log-probs are those of the weights that are trained."""
+
+    def found(self: PolicyWorker, data: BatchedDataDict) -> BatchedDataDict:
+        return BatchedDataDict(reference_logprobs=self.get_logprobs(data)["logprobs"])
+
+    return found
+
+
+def warmer(get_logprobs: Any) -> Any:
+    return lambda self, data: BatchedDataDict(logprobs=get_logprobs(self, data)["logprobs"] * 1.01)
+
+
 FAULTS: Mapping[str, tuple[str, Callable[[PolicyWorker], Any]]] = {
     "a row is left out": ("counts", lambda _: replaced(PolicyWorker, "_prepared", rows_left_out)),
     "advantages are exchanged": ("advantages", lambda _: replaced(PolicyWorker, "_prepared", advantages_exchanged)),
@@ -221,6 +253,7 @@ FAULTS: Mapping[str, tuple[str, Callable[[PolicyWorker], Any]]] = {
     "another divisor": ("coefficients", lambda _: replaced(loss_module, "_divisor", scaled(1.01))),
     "no temperature": ("rows", lambda _: replaced(micro_batch, "model_logprobs", without_temperature)),
     "half of a layer's gradient": ("gradient", a_layer_without_gradient),
+    "gradients are lost": ("gradient", gradients_lost),
     "half of the tensors stay": ("frozen", half_of_the_tensors_stay),
     "another learning rate": ("optimizer", lambda _: replaced(worker_module, "learning_rate", scaled(1.05))),
     "no learning rate": ("frozen", lambda _: replaced(worker_module, "learning_rate", scaled(0.0))),
@@ -229,9 +262,23 @@ FAULTS: Mapping[str, tuple[str, Callable[[PolicyWorker], Any]]] = {
     "a micro-batch is lost": ("counts", lambda _: micro_batches(lambda n: int(n > 0))),
     "a micro-batch passes twice": ("counts", lambda _: micro_batches(lambda n: 1 + (n == 0))),
     "the moments are lost": ("optimizer", moments_reset),
+    "the norm is measured too small": ("optimizer", norm_too_small),
+    "the reference has the live weights": (
+        "rows",
+        lambda _: replaced(PolicyWorker, "get_reference_policy_logprobs", of_live_weights),
+    ),
+    "the reference is trained": ("rows", lambda policy: patch.object(policy, "_first_weights", policy.model)),
+    "other log-probs of the start": ("rows", lambda _: replaced(PolicyWorker, "get_logprobs", warmer)),
     "tokens count as younger": ("coefficients", lambda _: replaced(PolicyWorker, "_prepared", younger)),
 }
 """Faults by name: the check that finds each, and what plants it on a rank within a block."""
+OBJECTIVES = {
+    "tokens count as younger": "a3po",
+    "the reference has the live weights": "grpo",
+    "the reference is trained": "grpo",
+    "other log-probs of the start": "m2po",
+}
+"""The objectives of faults that need another one than `decoupled_icepop`."""
 
 
 def run_rank(rank: int, world_size: int, folder: Path, every: bool = False) -> None:
@@ -264,7 +311,7 @@ def run_rank(rank: int, world_size: int, folder: Path, every: bool = False) -> N
     for name, (_, plant) in FAULTS.items():
         with ExitStack() as stack:
             stack.enter_context(plant(policy))
-            results[f"fault: {name}"] = step(policy, "a3po" if "younger" in name else "decoupled_icepop")
+            results[f"fault: {name}"] = step(policy, OBJECTIVES.get(name, "decoupled_icepop"))
         results[f"after: {name}"] = step(policy, "decoupled_icepop")
     policy.close()
     results["stopped"] = _stopped(worker("stopped", on_failure="stop", **MODES["packed"]))

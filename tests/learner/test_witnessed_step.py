@@ -21,6 +21,7 @@ async def test_the_first_step_and_every_nth_one_are_witnessed() -> None:
     await scene.run()
     assert [request is not None for request in scene.trainer.requests] == [True, False, True, False, True]
     assert ["witness" in fields for fields in scene.trainer.fields] == [True, False, True, False, True]
+    assert [request.every_part for request in scene.trainer.requests if request] == [True, False, False]
     assert [is_witnessed(3, first=first, config=scene.config) for first in (True, False)] == [True, False]
 
 
