@@ -234,6 +234,7 @@ class UpdateWitness:
         self._train_calls = train_calls
         self._optimizer_steps = optimizer_steps
         self._step = step
+        self._exact = compute_dtype(config) == torch.float32
         self._findings: list[Finding] = []
         self._elements: DrawnElements | None = None
         self._norm = 0.0
@@ -333,17 +334,17 @@ class UpdateWitness:
                     supports=sequence.supports,
                     by_logprob=_slopes(seen, sequence) if backward else None,
                     by_entropy=_slopes(seen, sequence, of_entropy=True) if backward else None,
+                    rounded=_trained_logprobs(seen, sequence) if backward and not self._exact else None,
                     factor=-float(self._ranks.world_size),
                 )
                 yield sequence, logprobs
 
     def _compare_rows(self, apart: Mapping[str, Sequence[float]]) -> None:
         """Compares log-probs of drawn rows of all ranks, from their differences by policy."""
-        exact = compute_dtype(self._config) == torch.float32
         found = self._ranks.gather({policy: Differences.of(values) for policy, values in apart.items()})
         for policy in dict.fromkeys(policy for own in found for policy in own):
             differences = sum((own[policy] for own in found if policy in own), Differences())
-            self._findings += _row_findings(differences, policy=policy, config=self._config, exact=exact)
+            self._findings += _row_findings(differences, policy=policy, config=self._config, exact=self._exact)
 
     def judge(self, plan: UpdatePlan, model: torch.nn.Module, state: Mapping[Any, Mapping[str, Any]]) -> None:
         """Compares the counts of the update, and the coefficients and advantages that its passes used. Notes elements
@@ -387,7 +388,7 @@ class UpdateWitness:
 
     @property
     def _limits(self) -> GradientLimits:
-        return GRADIENT_FLOAT32 if compute_dtype(self._config) == torch.float32 else GRADIENT_BFLOAT16
+        return GRADIENT_FLOAT32 if self._exact else GRADIENT_BFLOAT16
 
     def compare_elements(self, *, norm: float) -> None:
         """Compares elements of the weights with AdamW's formula, after the optimizer's step. `norm` is the norm of the
@@ -410,6 +411,13 @@ def _slopes(watched: Watched, sequence: PlainSequence, *, of_entropy: bool = Fal
     """Returns the slope of each next token of a sequence; 0 for tokens that are not trained."""
     known = (watched.by_entropy if of_entropy else watched.by_logprob).get(sequence.number, [])
     at = dict(zip(watched.places.get(sequence.number, []), known, strict=False))
+    return [at.get(place, 0.0) for place in sequence.row_places]
+
+
+def _trained_logprobs(watched: Watched, sequence: PlainSequence) -> list[float]:
+    """Returns the log-prob with which each next token of a sequence is trained; 0 for tokens that are not trained."""
+    sample = watched.samples.get(sequence.number)
+    at = {} if sample is None else dict(zip(watched.places[sequence.number], sample.current, strict=True))
     return [at.get(place, 0.0) for place in sequence.row_places]
 
 
