@@ -367,6 +367,7 @@ def _loop(
     from asyncrl.learner.sample_records import Texts
     from asyncrl.learner.saving import Checkpoints
     from asyncrl.learner.step import Stages
+    from asyncrl.learner.trained_prompts import TrainedPrompts
     from asyncrl.metrics.catalogue import LEARNER_STATES
     from asyncrl.metrics.states import StateClock
 
@@ -409,6 +410,7 @@ def _loop(
             started_s=started_s,
         ),
         checkpoints=checkpoints,
+        prompts=TrainedPrompts(TASKS),
     )
 
 

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from asyncrl.audit.books import exactly_once, ledger_closes, versions_in_bounds
 from asyncrl.audit.chain import chain_holds
+from asyncrl.audit.comparisons import PlainComputation
 from asyncrl.audit.history import Counterexample, History, NotPossible, Outcome, Verdict, read_history
 from asyncrl.audit.replay import steps_replay
+from asyncrl.audit.witnessed import steps_witnessed
 
 CHECKS: dict[str, Callable[[History], str]] = {
     "1 exactly once": exactly_once,
@@ -18,20 +20,40 @@ CHECKS: dict[str, Callable[[History], str]] = {
 
 
 def audit(directory: Path, *, trust: bool = False) -> Iterator[Outcome]:
+    """Yields the outcome of each check but the sixth. Raises RunError if the run has no records."""
+    yield from outcomes_of(read_history(directory), trust=trust)
+
+
+def outcomes_of(
+    history: History,
+    *,
+    trust: bool = False,
+    witness_steps: int = 0,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Iterator[Outcome]:
     """Yields the outcome of each check, as soon as it is known. Code that the run's config names is imported only with
-    `trust`. Raises RunError if the run has no records."""
-    history = read_history(directory)
-    replay: Callable[[History], str] = partial(steps_replay, trust=trust)
-    for name, check in {**CHECKS, "5 replay": replay}.items():
+    `trust`. With `witness_steps`, check 6 computes so many steps by a plain path, and calls `progress` with a line on
+    each of them."""
+    checks: dict[str, Callable[[History], str | PlainComputation]] = {
+        **CHECKS,
+        "5 replay": partial(steps_replay, trust=trust),
+    }
+    if witness_steps:
+        checks["6 witness"] = partial(steps_witnessed, steps=witness_steps, progress=progress)
+    for name, check in checks.items():
         yield checked(name, check, history)
 
 
-def checked(name: str, check: Callable[[History], str], history: History) -> Outcome:
+def checked(name: str, check: Callable[[History], str | PlainComputation], history: History) -> Outcome:
     """Runs a check of a run's history, which returns what it checked, and returns its outcome."""
     try:
         history.require_steps()
-        return Outcome(name, Verdict.PASSED, check(history))
-    except Counterexample as found:
-        return Outcome(name, Verdict.FAILED, str(found))
+        found = check(history)
+    except Counterexample as counterexample:
+        return Outcome(name, Verdict.FAILED, str(counterexample))
     except NotPossible as why:
         return Outcome(name, Verdict.NOT_POSSIBLE, str(why))
+    if isinstance(found, str):
+        return Outcome(name, Verdict.PASSED, found)
+    failure = found.failure
+    return Outcome(name, Verdict.PASSED if failure is None else Verdict.FAILED, failure or str(found), witnessed=found)

@@ -3,15 +3,17 @@
 import io
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import xxhash
 
 from asyncrl.audit.history import Counterexample, History
 from asyncrl.buffer.ledger import OPEN_FATES, REISSUED_FATES, Amount, EndedGroup, Fate, LedgerEntry
 from asyncrl.common.version import Version
+from asyncrl.errors import RunError
 from asyncrl.learner.audit_records import TrainedGroup, TrainedStep
-from asyncrl.learner.records import StepRecord, read_lines
+from asyncrl.learner.records import EvalRecord, StepRecord, read_lines
 from asyncrl.run_files import opened
 
 MOST_FILTERED = 10**6
@@ -50,8 +52,54 @@ def exactly_once(history: History) -> str:
     return (
         f"{len(history.steps)} steps trained {sum(len(step.groups) for step in history.steps)} of {last.prompts} "
         f"prompts, each once; {len(fates) - sum(len(step.groups) for step in history.steps)} ended otherwise, "
-        f"{len(last.open)} are open; {len(history.lost)} lost steps do not count"
+        f"{len(last.open)} are open; {len(history.lost)} lost steps do not count; {_distinct_prompts(history)}"
     )
+
+
+def _distinct_prompts(history: History) -> str:
+    """Counts the different prompts that were trained, and says how many.
+
+    An epoch has each row once. So of its groups, at most as many prompts were trained t times or more as the data have
+    in t rows or more. In a mixture, a part with the weight w has w of the groups of each block of W, where W is the sum
+    of the weights. The groups of a block that an epoch's end divides are left out.
+    """
+    weights = {part["name"]: part["weight"] for part in _mixture(history)} or {"": 1}
+    data = history.began[max(history.began)].prompts
+    groups = [group for step in history.steps for group in step.groups if group.prompt is not None]
+    if not groups or not data:
+        return "their prompts were not recorded"
+    of_epochs: dict[tuple[str, int], dict[int | None, list[int]]] = {}
+    for group in groups:
+        rows = sum(times * prompts for times, prompts in data.get(group.part, {}).items())
+        if not rows or group.part not in weights:
+            raise Counterexample(f"group {group.group} is of the part {group.part!r}, of which the data have no row")
+        before = group.group // sum(weights.values()) * weights[group.part]
+        if before // rows == (epoch := (before + weights[group.part] - 1) // rows):
+            of_epochs.setdefault((group.part, epoch), {}).setdefault(group.prompt, []).append(group.group)
+    for (part, epoch), by_prompt in of_epochs.items():
+        _check_repetitions([*by_prompt.values()], data[part], epoch=f"epoch {epoch}{f' of {part}' if part else ''}")
+    trained = len({(group.part, group.prompt) for group in groups})
+    there = sum(sum(prompts.values()) for prompts in data.values())
+    return f"they had {trained} different prompts, of {there} in the data"
+
+
+def _check_repetitions(trained: list[list[int]], data: Mapping[int, int], *, epoch: str) -> None:
+    """Compares the groups of each prompt in an epoch with the number of prompts that the data have once, twice, …"""
+    most = max(trained, key=len)
+    for times in range(1, len(most) + 1):
+        found = sum(len(groups) >= times for groups in trained)
+        there = sum(prompts for rows, prompts in data.items() if rows >= times)
+        if found > there:
+            raise Counterexample(
+                f"{epoch} trained {found} prompts {times} times or more, but the data have {there} prompts in {times} "
+                f"rows or more; the groups {', '.join(map(str, most[:8]))} have the same prompt"
+            )
+
+
+def _mixture(history: History) -> list[dict[str, Any]]:
+    """Returns the parts of `data.mixture` with their weights; none without a mixture."""
+    found: list[dict[str, Any]] = history.settings.get("data.mixture", [])  # type: ignore[assignment]
+    return found
 
 
 def _check_group(group: TrainedGroup, *, step: TrainedStep, size: object, reissued: dict[int, int]) -> None:
@@ -99,7 +147,8 @@ def _check_all_there(fates: dict[int, str], entry: LedgerEntry, *, moment: str) 
 
 def ledger_closes(history: History) -> str:
     """Check 2: the account of the ledger is closed after every step, in groups, samples and tokens, and equals the sums
-    over the groups that ended so far. The step's line in steps.jsonl has the same numbers."""
+    over the groups that ended so far. The step's line in steps.jsonl has the same numbers. Each evaluation has a
+    reward or a failure of each of its prompts."""
     path = history.directory / "steps.jsonl"
     records = read_lines(path, StepRecord)
     lines: dict[int, tuple[StepRecord, int]] = {}
@@ -122,11 +171,28 @@ def ledger_closes(history: History) -> str:
         _check_line(step, lines.get(step.step), trained=sums[Fate.TRAINED].groups)
     if history.end is not None:
         _add(sums, history.end.ledger, moment="at the end of the run")
+    evaluations = _checked_evaluations(history)
     issued = history.last_ledger.issued
     return (
         f"{issued.groups} groups, {issued.samples} samples and {issued.tokens} tokens were issued in "
-        f"{history.lineage.incarnation} incarnations, and each has one fate"
+        f"{history.lineage.incarnation} incarnations, and each has one fate{evaluations}"
     )
+
+
+def _checked_evaluations(history: History) -> str:
+    """Compares the numbers of prompts in evals.jsonl, and says how many evaluations there are."""
+    try:
+        records = read_lines(history.directory / "evals.jsonl", EvalRecord)
+    except RunError as error:
+        raise Counterexample(str(error)) from error
+    checked = [record for record in records if record.asked is not None]
+    for record in checked:
+        if record.prompts + record.failed != record.asked:
+            raise Counterexample(
+                f"the evaluation {record.name} of step {record.version} asked {record.asked} prompts, but it has "
+                f"{record.prompts} with a reward and {record.failed} that failed"
+            )
+    return f"; {len(checked)} evaluations have an answer or a failure of each prompt" if checked else ""
 
 
 def _in_words(ended: EndedGroup | None) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from asyncrl.audit.comparisons import PlainComputation
 from asyncrl.buffer.ledger import LedgerEntry
 from asyncrl.common.version import Lineage, Version
 from asyncrl.deployment.resuming import LINEAGE
@@ -42,11 +43,12 @@ class Verdict(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The outcome of the check `name`. `detail` says what was checked, or has the first counterexample, or the reason
-    why the check is not possible."""
+    why the check is not possible. `witnessed` has the numbers of check 6."""
 
     name: str
     verdict: Verdict
     detail: str
+    witnessed: PlainComputation | None = None
 
     def __str__(self) -> str:
         return f"{self.verdict.upper() if self.verdict is Verdict.FAILED else self.verdict}: {self.name}: {self.detail}"

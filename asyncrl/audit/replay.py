@@ -10,24 +10,27 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
 import torch
 
 from asyncrl.audit.history import Counterexample, History, NotPossible
+from asyncrl.audit.kept_batches import check_same_settings, kept_batch, kept_steps
 from asyncrl.buffer.records import Lease
 from asyncrl.common.version import Version
 from asyncrl.config.named_code import untrusted
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.row_checksums import row_checksums
+from asyncrl.data.light_tokenizer import cached_files
 from asyncrl.data.specs import GENERATED_FIELDS, NO_VERSION, extra_fields
 from asyncrl.data_plane.codec import PAD_VALUES
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.rows import TRAIN_PARTITION
 from asyncrl.deployment.cluster import start_local
 from asyncrl.deployment.run_dir import processor, provenance
+from asyncrl.errors import RunError
 from asyncrl.learner.audit_records import TrainedStep
 from asyncrl.learner.records import read_config
 from asyncrl.learner.saving import ADDED_COLUMNS, PREV_LOGPROBS, KeptSteps
@@ -43,8 +46,6 @@ from asyncrl.weights.parity import ParityLimits
 FINE_NATS = 1e-5
 """Differences above this are counted. vLLM's float32 kernels on CPUs differ from torch's by up to about 1.2e-5 nats for
 single tokens of the quickstart, so a limit for every token has to be higher."""
-_DECISIVE = ("learner.", "algorithm.", "model.", "generator.temperature", "generator.top_k", "data_plane.")
-"""Settings, or sections, on which the bits of a step depend. A replay needs them to be equal in all incarnations."""
 _PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 """Packages on whose version the bits of a step depend."""
 
@@ -56,16 +57,17 @@ def steps_replay(history: History, *, trust: bool = False) -> str:
 
     The ranks import the loss and the advantage that the run's config names. Without `trust`, such a run has no replay.
     """
-    kept = KeptSteps(history.directory)
-    if not kept.versions():
-        raise NotPossible(
-            "the run kept no weights: set audit.keep_weights: all in the config of a run with a small model"
-        )
+    kept = kept_steps(history)
     config = read_config(history.directory)
     if not trust and (refusal := untrusted(config, section="algorithm")):
         raise NotPossible(refusal)
-    batches = [_batch(kept, step) for step in history.steps]
+    batches = [kept_batch(kept, step) for step in history.steps]
     _check_same_conditions(history, config)
+    if not Path(config.model.path).is_dir() and cached_files(config.model.path) is None:
+        raise NotPossible(
+            f"model.path = {config.model.path}, from which the run began, is not on this machine, or another folder is "
+            "the current one; check 6 needs only the run's directory (--witness-steps)"
+        )
     with _policy(config) as policy:
         _replay(policy, config, history.steps, batches)
         differences = _rescore(policy, kept, history.steps, batches, config=config)
@@ -79,9 +81,8 @@ def steps_replay(history: History, *, trust: bool = False) -> str:
 def _check_same_conditions(history: History, config: Config) -> None:
     """Raises NotPossible if this machine or a restart of the run may give other bits."""
     here, packages = processor(), provenance()
-    first, *later = (history.began[incarnation] for incarnation in sorted({s.incarnation for s in history.steps}))
-    for began in (first, *later):
-        machine = began.machine
+    for incarnation in sorted({step.incarnation for step in history.steps}):
+        machine = history.began[incarnation].machine
         if machine.processor != here:
             raise NotPossible(f"the steps were trained on {machine.processor}, and this machine is a {here}")
         if (machine.ranks, machine.threads) != (config.learner.ranks, config.learner.threads):
@@ -95,49 +96,17 @@ def _check_same_conditions(history: History, config: Config) -> None:
                     f"the steps were trained with {name} {machine.packages.get(name)}, and {packages.get(name)} is "
                     "installed here"
                 )
-        for key in sorted(first.settings.keys() | began.settings.keys()):
-            values = first.settings.get(key), began.settings.get(key)
-            if values[0] != values[1] and key.startswith(_DECISIVE):
-                raise NotPossible(f"{key} was changed from {values[0]!r} to {values[1]!r} when the run was resumed")
-
-
-def _batch(kept: KeptSteps, step: TrainedStep) -> tuple[Lease, BatchedDataDict]:
-    """Returns the kept batch of a step. Raises Counterexample if it is not what the record says."""
-    try:
-        found = kept.batch(Version(step.incarnation, step.step))
-    except Exception as error:
-        raise Counterexample(f"the kept batch of step {step.step} cannot be read: {error}") from error
-    if found is None:
-        raise NotPossible(f"the batch of step {step.step} was not kept")
-    lease, rows = found
-    recorded = [(group.group, group.attempt, sample.reward) for group in step.groups for sample in group.samples]
-    own = [(group.meta.group, group.meta.attempt, reward) for group in lease.groups for reward in group.meta.rewards]
-    if not len(recorded) == len(own) == rows.size:
-        raise Counterexample(
-            f"step {step.step} trained {len(recorded)} samples, but the kept batch has {len(own)} with {rows.size} rows"
-        )
-    for (group, attempt, reward), (own_group, own_attempt, own_reward) in zip(recorded, own, strict=True):
-        if (group, attempt, reward) != (own_group, own_attempt, own_reward):
-            raise Counterexample(
-                f"step {step.step} trained group {group}.{attempt} with the reward {reward}, but the kept batch has "
-                f"group {own_group}.{own_attempt} with {own_reward}"
-            )
-    names = [f"sample {place} of group {group.group}" for group in step.groups for place in range(len(group.samples))]
-    checksums = [sample.row for group in step.groups for sample in group.samples]
-    for name, recorded_row, row in zip(names, checksums, row_checksums(rows), strict=True):
-        if recorded_row != row:
-            raise Counterexample(
-                f"{name} in the kept batch of step {step.step} has other tokens, log-probs or versions than those that "
-                "were trained"
-            )
-    return lease, rows
+    check_same_settings(history)
 
 
 @contextmanager
 def _policy(config: Config) -> Iterator[TQPolicy]:
     """Starts the policy's ranks on a Ray of their own."""
     policy = TQPolicy(config, model_path=config.model.path, dp_cfg=config.data_plane)
-    start_local(config, generators=0)
+    try:
+        start_local(config, generators=0)
+    except RunError as error:
+        raise NotPossible(f"Ray, which computes the steps again, cannot start here: {error}") from error
     try:
         policy.start()
         learner = config.learner

@@ -175,9 +175,10 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     is whether the rewards that the advantage estimator compares are all equal; it is computed only with
     `zero_variance: resample`. `part` is the part of a mixture that the task belongs to. `continued_tokens`
     is the number of completion tokens that the attempt took from the prefix of its ticket. `stored` is the last partial
-    generation that the attempt has stored. `row_checksums` identify the rows for the audit
-    (`asyncrl.data.row_checksums`). `turns` has the calls of the model by each sample's agent; it is empty without
-    agents. `tool_calls` is the number of the model's tool calls, of which `failed_tool_calls` failed.
+    generation that the attempt has stored. `row_checksums` identify the rows for the audit, and `prompt` is the
+    checksum of the prompt that the replica got, None if it computed none (`asyncrl.data.row_checksums`). `turns` has
+    the calls of the model by each sample's agent; it is empty without agents. `tool_calls` is the number of the model's
+    tool calls, of which `failed_tool_calls` failed.
     """
 
     group: int
@@ -200,6 +201,7 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stored: Prefix | None = None
     version_spans: tuple[tuple[VersionSpan, ...], ...] = ()
     row_checksums: tuple[int, ...] = ()
+    prompt: int | None = None
     turns: tuple[int, ...] = ()
     tool_calls: int = 0
     failed_tool_calls: int = 0

@@ -1,13 +1,40 @@
 """`asyncrl audit RUN`: checks from a run's records that every prompt was trained exactly once by known weights."""
 
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 from asyncrl.cli.options import RecordedRun, Trust
 from asyncrl.cli.terminal import say
 from asyncrl.deployment.known_runs import existing_run
 
+WitnessSteps = Annotated[
+    int,
+    typer.Option(
+        "--witness-steps",
+        min=0,
+        metavar="K",
+        help="Also compute K training steps a second time, by a plain path, from the weights and batches that the run "
+        "kept (audit.keep_weights: all). Half of them are the first steps of the run, of which the new weights are "
+        "computed too. The others are spread up to its end. 5 is a good start. Writes a certificate.",
+    ),
+]
+Certificate = Annotated[
+    Path | None,
+    typer.Option(
+        "--certificate",
+        metavar="PATH",
+        help="Write what was checked and found to this file, as JSON. Default with --witness-steps: "
+        "audit/certificate.json in the run's directory.",
+    ),
+]
 
-def audit(run: RecordedRun, trust: Trust = False) -> None:
+
+def audit(
+    run: RecordedRun, trust: Trust = False, witness_steps: WitnessSteps = 0, certificate: Certificate = None
+) -> None:
     """Check from the files of a run that nothing was lost, repeated or exchanged. Restarts of the run are included.
 
     Each check prints one line. A failed check prints its first counterexample. The exit code is 1 if a check failed.
@@ -22,16 +49,44 @@ def audit(run: RecordedRun, trust: Trust = False) -> None:
     5 replay         each step computed again gives the same bits, and every token has its log-prob;
                      only for runs with audit.keep_weights: all, on the model of CPU that trained them.
                    A loss or an advantage of your own is imported for it, only with --trust
+    6 witness        only with --witness-steps K: counts, rewards, log-probs, advantages, gradients and
+                     new weights of K steps are those of a second, plain computation, which shares with
+                     the learner only what reads configuration and files; on any machine, for runs with
+                     audit.keep_weights: all. Learning rates are compared in all steps
     """
     from asyncrl.deployment.local_clusters import use_ray_token
 
     use_ray_token(own=True)  # before the next line imports ray, which check 5 may start
-    from asyncrl.audit.audit import audit as outcomes_of
-    from asyncrl.audit.history import Verdict
+    from asyncrl.audit.audit import outcomes_of
+    from asyncrl.audit.certificate import certificate as certificate_of
+    from asyncrl.audit.certificate import certificate_path
+    from asyncrl.audit.history import Verdict, read_history
 
-    failed = False
-    for outcome in outcomes_of(existing_run(run), trust=trust):
+    history, outcomes = read_history(existing_run(run)), []
+    for outcome in outcomes_of(
+        history, trust=trust, witness_steps=witness_steps, progress=lambda text: say(text, err=True)
+    ):
         say(str(outcome))
-        failed |= outcome.verdict is Verdict.FAILED
-    if failed:
+        outcomes.append(outcome)
+    if witness_steps or certificate is not None:
+        _write(certificate or certificate_path(history), certificate_of(history, outcomes))
+    if any(outcome.verdict is Verdict.FAILED for outcome in outcomes):
         raise typer.Exit(1)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Writes the certificate. A place that cannot be written does not change the result of the audit."""
+    from asyncrl.atomic_write import write_atomically
+
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        say(
+            f"there is no certificate, because {path} cannot be written ({error.strerror or error}): name another "
+            f"place, e.g. --certificate {Path(tempfile.gettempdir()) / path.name}",
+            label="note:",
+            color="yellow",
+            err=True,
+        )
+    else:
+        say(f"certificate: {path}")

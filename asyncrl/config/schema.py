@@ -773,10 +773,11 @@ class AuditSection(Section):
 
     keep_weights: Literal["none", "all"] = "none"
     """`all`: keep the float32 weights of every version and the batch of every step in the run's folder `audit/`.
-    `asyncrl audit` can then compute every step again and score every trained token under the weights of its version.
-    It takes the size of the model for every step, and the time to write it. Training also waits for a checkpoint that
-    is being written. For small models. Needs `model.dtype:
-    float32`, `weights.kv_cache: recompute` and a run without a critic."""
+    `asyncrl audit` can then compute every step again and score every trained token under the weights of its version,
+    and `asyncrl audit --witness-steps 5` computes steps by a second, plain path. It takes the size of the model for
+    every step, and the time to write it. Training also waits for a checkpoint that is being written. For small models.
+    With `model.lora`, it also keeps the frozen weights once. Needs `model.dtype: float32`, `weights.kv_cache:
+    recompute` and a run without a critic."""
 
 
 class WitnessSection(Section):

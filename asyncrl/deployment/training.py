@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from asyncrl.checkpoints.run import RunParts
@@ -13,6 +14,7 @@ from asyncrl.common.tasks import unless_stopped
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.coordinator.registry import Registry
+from asyncrl.data.light_tokenizer import model_folder
 from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from asyncrl.data_plane.interfaces import DataPlaneClient
 from asyncrl.data_plane.rows import Rows
@@ -30,6 +32,7 @@ from asyncrl.learner.records import RecordSink, RunTotals
 from asyncrl.learner.sample_records import Texts
 from asyncrl.learner.saving import Checkpoints, KeptSteps
 from asyncrl.learner.step import Stages
+from asyncrl.learner.trained_prompts import TrainedPrompts
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.tq_policy import TQPolicy
@@ -122,6 +125,10 @@ class Training:
         if (resumed := self.run_dir.resumed) is not None:
             self.display.enter(f"restoring step {resumed.step}")
             await asyncio.to_thread(parts.load, resumed.path)
+        weights = {part.name: part.weight for part in config.data.mixture}
+        trained_prompts = await asyncio.to_thread(
+            TrainedPrompts, prompts.train, weights=weights, epochs=config.data.epochs
+        )
         append_audit = self.run_dir.begin_audit(
             Began(
                 lineage=handles.lineage,
@@ -129,9 +136,10 @@ class Training:
                 machine=Machine(
                     processor=processor(), ranks=config.learner.ranks, threads=config.learner.threads, packages=packages
                 ),
+                prompts=trained_prompts.frequencies,
             )
         )
-        loop = self._loop(handles, parts, prompts, tokenizer, append_audit)
+        loop = self._loop(handles, parts, prompts, trained_prompts, tokenizer, append_audit)
         self.display.phase = lambda: loop.phase
         return await loop.run(stop)
 
@@ -140,6 +148,7 @@ class Training:
         handles: RunHandles,
         parts: RunParts,
         prompts: Prompts,
+        trained_prompts: TrainedPrompts,
         tokenizer: Any,
         append_audit: Callable[[Record], None],
     ) -> LearnerLoop:
@@ -193,8 +202,19 @@ class Training:
             publisher=self._publisher(handles, policy, prompts, tokenizer, append_audit),
             heldout=heldout,
             checkpoints=self.checkpoints,
-            kept=KeptSteps(self.run_dir.path) if config.audit.keep_weights == "all" else None,
+            prompts=trained_prompts,
+            kept=self._kept(),
         )
+
+    def _kept(self) -> KeptSteps | None:
+        """Returns the kept weights and batches of the run, with the files that describe its model."""
+        config = self.config
+        if config.audit.keep_weights != "all":
+            return None
+        kept = KeptSteps(self.run_dir.path)
+        source = Path(model_folder(config.model.path, weights=True))
+        kept.keep_model(source, with_weights=config.model.lora is not None)
+        return kept
 
     def _publisher(
         self,

@@ -23,7 +23,7 @@ from asyncrl.config.schema import Config, HeldoutSet
 from asyncrl.data.answer_text import AnswerText
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
-from asyncrl.data.row_checksums import row_checksums
+from asyncrl.data.row_checksums import prompt_checksum, row_checksums
 from asyncrl.data.specs import BRANCH, SUPPORT
 from asyncrl.data.tokenizer import encode_prompt
 from asyncrl.data.turn_ends import generation_prompt
@@ -215,6 +215,7 @@ def finished_group(ticket: Ticket, played: Played, *, config: Config, replica: s
         continued_tokens=played.continued_tokens,
         version_spans=spans,
         row_checksums=tuple(row_checksums(rows)),
+        prompt=prompt_checksum(ticket.task.input),
         turns=tuple(activity["turns"]) if activity else (),
         tool_calls=activity["tool_calls"] if activity else 0,
         failed_tool_calls=len(played.tool_failures),

@@ -1,8 +1,8 @@
 """The records for `asyncrl audit`: what each step trained, in the file `audit/steps-<incarnation>.msgpack` of the run.
 
 The learner writes a file for each incarnation and never changes a record. A record of a step takes 40 to 50 bytes for
-each sample. A record is written after the ack of its step and before the checkpoint of that step is begun. So after a
-restart from a checkpoint of step k, the records of all steps before k exist.
+each sample, and 20 for each group. A record is written after the ack of its step and before the checkpoint of that step
+is begun. So after a restart from a checkpoint of step k, the records of all steps before k exist.
 
 A record is one frame: the length of its payload (4 bytes), the xxh3-64 of the payload (8 bytes), and the payload in
 MessagePack. A killed writer can leave an incomplete last frame, and a machine that lost its power can leave zeros at
@@ -47,11 +47,13 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 class Began(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
     """The start of an incarnation, the last one of `lineage`. `settings` are the run's shared settings by dotted
-    key."""
+    key. `prompts` says how many prompts the training data have in one row, in two rows, and so on, by the part of a
+    mixture (`{"": {1: 90, 2: 5}}`); it is empty if an earlier version of asyncrl wrote the record."""
 
     lineage: Lineage
     settings: dict[str, object]
     machine: Machine
+    prompts: dict[str, dict[int, int]] = {}
 
 
 class TrainedSample(msgspec.Struct, frozen=True, array_like=True):
@@ -70,7 +72,8 @@ class TrainedGroup(msgspec.Struct, frozen=True, array_like=True):
     """A group of a step. `incarnation` is that of its reserve, `max_staleness_versions` the η of its ticket.
 
     If `extended`, `deadline` is later than that of the ticket, and tokens older than η were masked from the loss
-    (`staleness.on_deadline: mask`).
+    (`staleness.on_deadline: mask`). `prompt` is the checksum of its prompt (`asyncrl.data.row_checksums`), None if an
+    earlier version of asyncrl trained it. `part` is its part of a mixture.
     """
 
     group: int
@@ -80,6 +83,8 @@ class TrainedGroup(msgspec.Struct, frozen=True, array_like=True):
     max_staleness_versions: int
     samples: tuple[TrainedSample, ...]
     extended: bool = False
+    prompt: int | None = None
+    part: str = ""
 
 
 class TrainedStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):

@@ -241,6 +241,7 @@ class HeldoutEvaluation:
             version=version.step,
             due=None if due == version.step else due,
             wall_s=self.clock() - self.started_s,
+            asked=len(self._tasks[name]),
             prompts=len(rewards),
             failed=len(failures),
             reward_mean=mean,

@@ -32,7 +32,7 @@ The time of every stage is counted in the learner's state-seconds.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 
 from asyncrl.buffer.records import Lease, LeaseWait
@@ -45,7 +45,7 @@ from asyncrl.coordinator.coordinator import Acked, Coordinator
 from asyncrl.coordinator.status import BriefStatus, RunSnapshot
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.sample_ids import group_of
-from asyncrl.errors import NonFiniteError, ParityError, RowsLost, StallError, WitnessFailed
+from asyncrl.errors import RowsLost, StallError
 from asyncrl.learner.audit_records import Ended
 from asyncrl.learner.heldout import HeldoutEvaluation
 from asyncrl.learner.progress import check_progress, must_look
@@ -54,12 +54,9 @@ from asyncrl.learner.recording import EndedStep, StepEnd
 from asyncrl.learner.records import RunTotals
 from asyncrl.learner.saving import Checkpoints, KeptSteps, kept_columns
 from asyncrl.learner.step import Stages, check_staleness, step_meta
-from asyncrl.learner.witnessed_step import counts_of_step
-from asyncrl.metrics.recorders import LearnerMetrics
-from asyncrl.ranks.report import StepReport
+from asyncrl.learner.step_checks import StepChecks, names_of
+from asyncrl.learner.trained_prompts import TrainedPrompts
 from asyncrl.weights.gate import should_publish
-from asyncrl.weights.parity import POOLED_TOKENS, ParityJudge, ParityLimits
-from asyncrl.witness.judge import Finding, worst
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +72,8 @@ class LearnerLoop:
 
     `incarnation` is the number that the learner got from the coordinator when it attached. All of its calls carry it.
     `stages` has the policy and the critic, and counts the seconds of the learner's process by state; its state is
-    `starting` until `run` is called. `kept` keeps all weights and batches, for `audit.keep_weights: all`.
+    `starting` until `run` is called. `prompts` counts the trained prompts. `kept` keeps all weights and batches, for
+    `audit.keep_weights: all`.
     """
 
     config: Config
@@ -86,13 +84,14 @@ class LearnerLoop:
     publisher: Publisher
     heldout: HeldoutEvaluation
     checkpoints: Checkpoints
+    prompts: TrainedPrompts
     kept: KeptSteps | None = None
     phase: str = field(default="publishing the first weights", init=False)
     _unpublished: bool = field(default=False, init=False)
     """True if the learner has a newer version than the published one."""
 
     def __post_init__(self) -> None:
-        self._checks = StepChecks(config=self.config, metrics=self.step_end.recorder.metrics)
+        self._checks = StepChecks(config=self.config, metrics=self.step_end.recorder.metrics, prompts=self.prompts)
 
     async def run(self, stop: asyncio.Event) -> RunTotals:
         """Trains until `learner.total_steps`, the last prompt, `run.stop_when` or `stop`, and returns the run's totals.
@@ -228,11 +227,12 @@ class LearnerLoop:
         parity_ratio = None if report.skipped else self._checks.parity(report, step=lease.step)
         findings = self._checks.witness([report, critic_report], lease)
         if report.skipped:
-            acked, (status, clearable) = None, await self._skip(lease)
+            acked, published_bits, (status, clearable) = None, None, await self._skip(lease)
         else:
             acked = await self._ack(lease)
             status, clearable = acked.status, acked.clearable
-            await self._publish_if_due(status)
+            published_bits = await self._publish_if_due(status)
+            self._checks.published(published_bits, report, step=lease.step)
         ended = EndedStep(
             lease=lease,
             samples=samples,
@@ -243,6 +243,7 @@ class LearnerLoop:
             duration_s=self.stages.clock() - started_s,
             parity_ratio=parity_ratio,
             findings=findings,
+            published_bits_ratio=published_bits,
         )
         if acked is not None:
             await self._keep_batch(lease, meta)
@@ -312,10 +313,11 @@ class LearnerLoop:
             await saving
         self.phase = before
 
-    async def _publish(self, version: Version) -> None:
-        """Publishes `version`. The time until its snapshot is taken counts as `publish`."""
+    async def _publish(self, version: Version) -> float | None:
+        """Publishes `version`, and returns the share of the elements whose bits changed (`Publisher.publish`). The time
+        until its snapshot is taken counts as `publish`."""
         with self.stages.states.within("publish"):
-            await self.publisher.publish(version)
+            return await self.publisher.publish(version)
 
     async def _last_delivered(self) -> bool:
         """Waits until the last weights are delivered. If they cannot be, logs it and returns False: they must still be
@@ -327,16 +329,19 @@ class LearnerLoop:
             return False
         return True
 
-    async def _publish_if_due(self, status: BriefStatus) -> None:
-        """Publishes the learner's version if it is due, or if replicas that could generate need it."""
+    async def _publish_if_due(self, status: BriefStatus) -> float | None:
+        """Publishes the learner's version if it is due, or if replicas that could generate need it. Returns the share
+        of the elements whose bits changed; None if it publishes nothing."""
+        changed = None
         if should_publish(
             version=status.version,
             published=self.publisher.published,
             publish_every_steps=self.config.weights.publish_every_steps,
             able=status.able,
         ):
-            await self._publish(status.version)
+            changed = await self._publish(status.version)
         self._unpublished = self.publisher.published != status.version
+        return changed
 
     async def _evaluate(self, version: Version, stop: asyncio.Event) -> None:
         """Evaluates `version` on held-out tasks, and cancels the evaluation at `stop`: the generators may be shutting
@@ -363,75 +368,3 @@ class LearnerLoop:
             if not version.step:
                 raise
             logger.error("held-out evaluation of %s is left out: %s", version.words, error)
-
-
-# Checks of a trained step: the engine's log-probs are those of the learner, and the loss is finite.
-
-
-class StepChecks:
-    """Checks each step. It counts the steps in a row that were skipped."""
-
-    def __init__(self, *, config: Config, metrics: LearnerMetrics) -> None:
-        self._config = config
-        self._metrics = metrics
-        limits = ParityLimits.of(config, temperature=config.generator.temperature)
-        self._judge = ParityJudge(limits, least_tokens=POOLED_TOKENS)
-        self._nonfinite_in_a_row = 0
-
-    def parity(self, report: StepReport, *, step: int) -> float | None:
-        """Compares the learner's and the engine's log-probs of on-policy tokens, which must agree.
-
-        Returns how much they differ, as a share of what `weights.parity_*` accept; None if the step has no such token.
-        Above 1, raises ParityError or logs an error.
-        """
-        differences = report.on_policy_differences
-        if not differences.tokens:
-            return None
-        verdict = self._judge.judge(differences)
-        self._metrics.parity(differences.max_nats, ratio=verdict.ratio)
-        if verdict.ratio <= 1.0:
-            return verdict.ratio
-        message = (
-            f"step {step}: the learner's log-probs of on-policy tokens are not the engine's: {verdict.words}. The "
-            "generators sample from other weights or with other numerics than the learner: check the dtype and the "
-            "engine options, or raise the limits"
-        )
-        if self._config.weights.on_parity_failure == "stop":
-            raise ParityError(message)
-        logger.error("%s", message)
-        return verdict.ratio
-
-    def witness(self, reports: Sequence[StepReport | None], lease: Lease) -> dict[str, Finding]:
-        """Compares the counts of the step with its lease, and returns the worst finding of each check of the witness.
-
-        If a check has failed, raises WitnessFailed or logs an error, as `witness.on_failure` says.
-        """
-        found = [finding for report in reports if report is not None for finding in report.findings.values()]
-        policy = reports[0]
-        if policy is not None and not policy.skipped:
-            found.append(counts_of_step(lease, policy, config=self._config))
-        by_check = worst(found)
-        for finding in by_check.values():
-            if finding.failed:
-                if self._config.witness.on_failure == "stop":
-                    raise WitnessFailed(f"step {lease.step}: {finding.message}")
-                logger.error("step %d: %s", lease.step, finding.message)
-        return by_check
-
-    def nonfinite(self, reports: Sequence[StepReport | None], lease: Lease) -> None:
-        """Raises NonFiniteError after `learner.max_nonfinite_steps` steps in a row that policy or critic skipped
-        (F21)."""
-        skipped = any(report is not None and report.skipped for report in reports)
-        self._nonfinite_in_a_row = self._nonfinite_in_a_row + 1 if skipped else 0
-        limit = self._config.learner.max_nonfinite_steps
-        if self._nonfinite_in_a_row >= limit:
-            raise NonFiniteError(
-                f"{limit} steps in a row (learner.max_nonfinite_steps) had a loss or gradient that is not finite. "
-                f"The last one had groups {names_of(lease, most=8)}. Lower the learning rate, or look at the "
-                "rewards and samples of these groups"
-            )
-
-
-def names_of(lease: Lease, *, most: int | None = None) -> str:
-    """Returns the keys of the first `most` groups of a lease, or of all groups, separated by commas."""
-    return ", ".join(group.meta.key for group in lease.groups[:most])

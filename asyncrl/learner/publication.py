@@ -99,9 +99,11 @@ class Publisher:
         self._deliveries: asyncio.Task[None] | None = None
         self._refusals: asyncio.Task[None] | None = None
 
-    async def publish(self, version: Version) -> None:
-        """Takes a snapshot of the weights, whose delivery begins when the one under way has ended. Returns when the
-        snapshot is taken. Raises the error after which no delivery can succeed, if there was one."""
+    async def publish(self, version: Version) -> float | None:
+        """Takes a snapshot of the weights, whose delivery begins when the one under way has ended.
+
+        Returns when the snapshot is taken: the share of its elements whose bits are not those of the snapshot before;
+        None for the first one. Raises the error after which no delivery can succeed, if there was one."""
         self.check()
         if self._waiting is not None:
             logger.info("weights %s are not delivered: newer ones follow", self._waiting.version)
@@ -112,13 +114,13 @@ class Publisher:
         self._slot = slot
         started_s = time.monotonic()
         probe_tokens = tuple(map(tuple, self.probe_tokens))
-        logprobs, *_ = await asyncio.to_thread(
+        taken = await asyncio.to_thread(
             self.policy.ranks.call, PolicyWorker.take_snapshot, self.entries, probe_tokens, slot
         )
         self._waiting = _Taken(
             version=version,
             slot=slot,
-            probe=Probe(tokens=probe_tokens, logprobs=tuple(tuple(row) for row in logprobs)),
+            probe=Probe(tokens=probe_tokens, logprobs=tuple(tuple(row) for row in taken[0][0])),
             snapshot_s=time.monotonic() - started_s,
         )
         self.published = version
@@ -126,6 +128,9 @@ class Publisher:
         self._begin_deliveries()
         if self._refusals is None:
             self._refusals = asyncio.create_task(self._answer_refusals(), name="refusals of weights")
+        found = [changed for _, changed in taken if changed is not None]
+        elements = sum(changed.elements for changed in found)
+        return sum(changed.changed for changed in found) / elements if elements else None
 
     def _begin_deliveries(self) -> None:
         if self._deliveries is None or self._deliveries.done():

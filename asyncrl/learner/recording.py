@@ -62,7 +62,8 @@ class EndedStep:
     `status` is the run's brief status right after the ack or skip. `published` is the newest version whose snapshot was
     taken. `duration_s` is the time since the lease was received. `critic_report` is None in a run without a critic.
     `parity_ratio` is the result of `StepChecks.parity`; None in a skipped step. `findings` are those of
-    `StepChecks.witness`.
+    `StepChecks.witness`. `published_bits_ratio` is the share of the published elements whose bits changed; None if the
+    step published nothing.
     """
 
     lease: Lease
@@ -74,6 +75,7 @@ class EndedStep:
     duration_s: float
     parity_ratio: float | None = None
     findings: Mapping[str, Finding] = field(default_factory=dict)
+    published_bits_ratio: float | None = None
 
 
 @dataclass(kw_only=True)
@@ -168,6 +170,9 @@ class StepRecorder:
             reward_components=_components(step),
             reward_parts=_parts(step),
             part_groups=_part_groups(step) if trained else {},
+            witness={
+                name: step.findings[name].kind for name in ("advantages", "coefficients") if name in step.findings
+            },
             diagnostics={name: _finite(value) for name, value in _diagnostics(step).items()} | measured,
         )
 
@@ -253,6 +258,7 @@ def _diagnostics(step: EndedStep) -> dict[str, float]:
         **({} if step.critic_report is None else critic_numbers(step.critic_report)),
         **({} if step.parity_ratio is None else {"parity_ratio": step.parity_ratio}),
         **_witnessed(step),
+        **({} if step.published_bits_ratio is None else {"published_bits_ratio": step.published_bits_ratio}),
         "parity_mean_nats": step.report.on_policy_parity_mean_nats if step.report.on_policy_tokens else math.nan,
         "parity_tokens": step.report.on_policy_tokens,
         "parity_probe_nats": totals.parity_max_nats if totals.replicas else math.nan,
@@ -263,9 +269,14 @@ def _diagnostics(step: EndedStep) -> dict[str, float]:
     }
 
 
+LARGEST_RATIO = 1e9
+"""The largest ratio of a check of the witness in the records."""
+
+
 def _witnessed(step: EndedStep) -> dict[str, float]:
     """Returns the largest difference of each check of the witness, and the seconds that rank 0 spent in it."""
-    found = {f"witness_{check}_ratio": finding.ratio for check, finding in step.findings.items()}
+    # JSON has no infinity: the ratio of a check that accepts no difference at all would be null
+    found = {f"witness_{check}_ratio": min(finding.ratio, LARGEST_RATIO) for check, finding in step.findings.items()}
     seconds = step.report.seconds.get("witness")
     return found if seconds is None else {**found, "witness_s": seconds}
 
@@ -493,6 +504,8 @@ def _trained_group(group: LeasedGroup, *, masks: Iterator[bool]) -> TrainedGroup
         deadline=group.deadline,
         max_staleness_versions=group.max_staleness_versions,
         extended=group.extended,
+        prompt=meta.prompt,
+        part=meta.part,
         samples=tuple(
             TrainedSample(tokens=tokens, spans=spans, reward=reward, trained=next(masks), row=row)
             for tokens, spans, reward, row in zip(

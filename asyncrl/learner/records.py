@@ -148,6 +148,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     `reward_components` has the mean of each component of the rewards, without its weight, if the rewards have
     components.
 
+    `witness` says with what the witness's checks `advantages` and `coefficients` compared, if the step had them:
+    `formula`, or the user's own function and how it was called.
+
     `reward_parts` has the mean reward of each part of a mixture in the step, with that of filtered groups, and
     `part_groups` the number of trained groups of each part.
 
@@ -192,6 +195,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     reward_components: dict[str, float] = {}
     reward_parts: dict[str, float] = {}
     part_groups: dict[str, int] = {}
+    witness: dict[str, str] = {}
 
     @property
     def version_after(self) -> int:
@@ -247,13 +251,15 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
     is the mean over the former; it is null when all rollouts failed. `reward_stderr` is its standard error over the
     prompts. With several `samples` of a prompt, `pass_at` has the mean pass@k over the prompts, by k. `name` is the
     held-out set. `due` is the step after which the evaluation was due. It is null if that is `version`. While a run
-    trains, a replica may have loaded newer weights by then.
+    trains, a replica may have loaded newer weights by then. `asked` is the number of prompts that were evaluated; None
+    if an earlier version of asyncrl wrote the record.
     """
 
     name: str = HELDOUT
     version: int
     due: int | None = None
     wall_s: float
+    asked: int | None = None
     prompts: int
     failed: int = 0
     reward_mean: float | None

@@ -241,6 +241,7 @@ class Checkpoints:
 
 # Keeps the weights of every version and the batch of every step, for the fifth check of `asyncrl audit`.
 #
+#     audit/model/                         config and tokenizer of the model; with `model.lora`, also the frozen weights
 #     audit/weights/<version>/             the float32 weights, as the ranks save them in a checkpoint
 #     audit/batches/<version>.msgpack      the lease of the step that trained this version
 #     audit/batches/<version>.safetensors  its rows in the order of the lease, with the columns that the learner added
@@ -261,9 +262,27 @@ class KeptSteps:
         self._weights = run / AUDIT / "weights"
         self._batches = run / AUDIT / "batches"
 
+    @property
+    def model_folder(self) -> Path:
+        """The folder with the files that describe the model."""
+        return self._run / AUDIT / "model"
+
     def weights_path(self, version: Version) -> Path:
         """Returns the folder with the weights of a version, which the ranks save."""
         return self._weights / str(version)
+
+    def keep_model(self, source: Path, *, with_weights: bool) -> None:
+        """Copies the files of the model at `source` that describe it, so that the run can be audited where that folder
+        does not exist. `with_weights` also copies the weights, of which an adapter is only a part."""
+        self.model_folder.mkdir(parents=True, exist_ok=True)
+        kinds = (".json", ".jinja", ".txt", ".model", *((".safetensors",) if with_weights else ()))
+        for path in sorted(source.iterdir()):
+            is_index = path.name.endswith(".index.json") and not with_weights
+            target = self.model_folder / path.name
+            if path.suffix in kinds and path.is_file() and not is_index and not target.exists():
+                part = target.with_suffix(".tmp")  # a killed copy leaves no file that looks whole
+                shutil.copyfile(path, part)
+                part.replace(target)
 
     def versions(self) -> list[Version]:
         """Returns the versions whose weights are kept, in order."""

@@ -8,11 +8,11 @@ They depend on the algorithm:
 """
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.rows import TRAIN_PARTITION
 from asyncrl.data_plane.sample_ids import samples_of
 from asyncrl.errors import StalenessViolation
-from asyncrl.learner.witnessed_step import Witnessed, is_witnessed, token_columns, token_findings, witnessed
+from asyncrl.learner.witnessed_step import Witnessed, is_witnessed, read_token_findings, without_formula, witnessed
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.step_loss import needs_proximal, needs_reference
 from asyncrl.policy.tq_policy import TQPolicy
@@ -40,7 +40,9 @@ from asyncrl.ranks.report import StepReport
 from asyncrl.ranks.witnessed import WITNESS
 from asyncrl.value.estimators import critic_estimator, critic_section
 from asyncrl.value.tq_value import TQValue
-from asyncrl.witness.judge import Finding, worst
+from asyncrl.witness.judge import worst
+
+logger = logging.getLogger(__name__)
 
 # Turns a lease into the input of the ranks: filters, advantages from rewards, masks and the names of rows.
 #
@@ -218,12 +220,16 @@ class Stages:
         self._estimator: Estimator | None = None
         self._by_token: TokenEstimator | None
         self._is_first = True
+        self._passes_parts = True
         if self.critic is None:
             self._estimator, self._by_token = resolve_estimators(advantage_of(self.config.algorithm))
         else:
             self._critic = critic_section(self.config)
             self._by_token = critic_estimator(self.config)
             self._value_loss = ClippedValueLoss(clip=self._critic.value_clip, aggregation=self._critic.aggregation)
+        if self.config.witness.every_steps:
+            for words in without_formula(self._loss, self.config):
+                logger.info("%s", words)
 
     @property
     def writes_logprobs(self) -> bool:
@@ -243,11 +249,11 @@ class Stages:
         only_critic = self.trains_only_critic(lease.step)
         if only_critic or not is_witnessed(lease.step, first=self._is_first, config=self.config):
             return samples
-        rows = len(samples.mask_B)
-        per_update = self._rows_per_update(rows, ranks=self.config.learner.ranks)
-        return replace(
-            samples, witnessed=witnessed(lease, first=self._is_first, config=self.config, rows_per_update=per_update)
+        rows = self._rows_per_update(len(samples.mask_B), ranks=self.config.learner.ranks)
+        drawn = witnessed(
+            lease, every_part=self._passes_parts, estimator=self._estimator, config=self.config, rows_per_update=rows
         )
+        return replace(samples, witnessed=drawn)
 
     async def train(
         self, meta: KVBatchMeta, samples: StepSamples, *, step: int
@@ -277,7 +283,9 @@ class Stages:
             meta = meta.with_fields(["advantages", *columns])
         with self.states.within("log_probs"):
             await self._score(meta, scoring_meta)
-        findings = await self._token_findings(scoring_meta, samples.witnessed)
+        findings = await asyncio.to_thread(
+            read_token_findings, samples.witnessed, scoring_meta, self._by_token, read=policy.read_from_dataplane
+        )
         critic_report = None
         if critic is not None:
             critic_report = await self._train(
@@ -292,16 +300,8 @@ class Stages:
             witness=None if samples.witnessed is None else samples.witnessed.request,
         )
         self._is_first = self._is_first and self.trains_only_critic(step)
+        self._passes_parts = self._passes_parts and "gradient" not in report.findings
         return replace(report, findings=worst([*report.findings.values(), *findings])), critic_report
-
-    async def _token_findings(self, meta: KVBatchMeta, drawn: Witnessed | None) -> list[Finding]:
-        """Returns what the witness finds of the advantages of the drawn tokens, if each token has its own."""
-        if drawn is None or not drawn.rows or self._by_token is None:
-            return []
-        columns = token_columns(self._by_token)
-        rows = meta.subset(drawn.rows)
-        read = partial(self.policy.read_from_dataplane, rows, select_fields=columns)
-        return token_findings(drawn, await asyncio.to_thread(read), self._by_token)
 
     async def _score(self, meta: KVBatchMeta, scoring_meta: KVBatchMeta) -> None:
         """Writes the columns that the objective reads for each token, and the advantages if they are per token.

@@ -4,32 +4,38 @@
 """
 
 import random
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import msgspec
 import torch
 
+from asyncrl.algorithms.advantages import Estimator, Samples, compute_advantages
 from asyncrl.algorithms.baselines import CriticBased, Outcome, OwnEstimator, has_token_advantages, resolve_advantage
+from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import advantage_of
 from asyncrl.algorithms.token_estimators import DiscountedReturns, TokenEstimator
 from asyncrl.buffer.records import Lease, LeasedGroup
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data_plane.interfaces import KVBatchMeta
+from asyncrl.errors import RunError
 from asyncrl.ranks.report import StepReport
 from asyncrl.value.estimators import GAE, VTrace
 from asyncrl.witness.advantages import TokenColumns, of_tokens, unlike
-from asyncrl.witness.judge import Finding, Request, counts_finding
+from asyncrl.witness.judge import EQUAL, FORMULA, Finding, Request, counts_finding
 from asyncrl.witness.objective import Axes, Counts
-from asyncrl.witness.step import Completion, advantages, counts, trained
+from asyncrl.witness.optimizer import rate_of_step
+from asyncrl.witness.step import Completion, advantages, counts, scored, trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Witnessed:
     """What is witnessed in a step. `numbers_B` has the number of each row in the drawn group, −1 for other rows; `rows`
     are the drawn rows in order. `outcomes` are their advantages, or what an estimator of tokens begins with: the reward
-    less its baseline. None with an estimator of the user's own."""
+    less its baseline. None if an estimator of the user's own cannot be called again."""
 
     numbers_B: torch.Tensor
     request: Request
@@ -43,33 +49,118 @@ def is_witnessed(step: int, *, first: bool, config: Config) -> bool:
     return every > 0 and (first or step % every == 0)
 
 
-def witnessed(lease: Lease, *, first: bool, config: Config, rows_per_update: int) -> Witnessed:
-    """Draws a group of the lease, and returns what its samples must be trained with by the plain formulas. `first` is
-    true for the first step after a start of the learner."""
-    axes, completions = _sample_axes(config), _completions(lease)
+def witnessed(
+    lease: Lease, *, every_part: bool, estimator: Estimator | None, config: Config, rows_per_update: int
+) -> Witnessed:
+    """Draws a group of the lease, and returns what its samples must be trained with by the plain formulas. With
+    `every_part`, the ranks also pass each micro-batch alone. `estimator` is the one that the step uses for its samples;
+    it is called only if it is one of the user's own."""
+    axes, completions = sample_axes(config), completions_of(lease)
     kept = trained(completions, axes=axes, config=config)
-    found = None if axes is None else advantages(completions, axes=axes, config=config)
+    draw = random.Random(f"{config.run.seed} {lease.incarnation} {lease.step}")
+    found: Sequence[float] | None
+    if axes is not None:
+        found, by = advantages(completions, axes=axes, config=config), FORMULA
+    else:
+        assert estimator is not None, "only a critic has no estimator, and it is not the user's own"
+        found, by = with_groups_exchanged(estimator, completions, config=config, draw=draw), GROUPS_EXCHANGED
     teaches = [is_kept and (found is None or found[n] != 0) for n, is_kept in enumerate(kept)]
-    drawn = _drawn(lease, teaches, seed=config.run.seed, most_tokens=config.witness.group_tokens)
+    drawn = _drawn(lease, teaches, draw=draw, most_tokens=config.witness.group_tokens)
     numbers_B = torch.full((len(completions),), -1)
     numbers_B[drawn] = torch.arange(len(drawn))
     outcomes = None if found is None else tuple(found[n] for n in drawn)
     by_token = has_token_advantages(resolve_advantage(advantage_of(config.algorithm)))
+    compared = not by_token and (axes is not None or any(teaches[n] for n in drawn))
     of_updates = counts(completions, kept, rows_per_update=rows_per_update, config=config)
     largest = max(map(abs, found or [0.0]))
     request = Request(
         counts=of_updates,
-        advantages=None if by_token else outcomes,
+        advantages=outcomes if compared else None,
+        advantages_by=by,
         largest_advantage=largest,
-        every_part=first,
+        every_part=every_part,
     )
     return Witnessed(numbers_B=numbers_B, request=request, rows=tuple(drawn), outcomes=outcomes)
+
+
+def with_groups_exchanged(
+    estimator: Estimator, completions: Sequence[Completion], *, config: Config, draw: random.Random
+) -> list[float] | None:
+    """Returns the advantage that an estimator of the user's own gives each sample of a step, if the groups change their
+    places and ids: an advantage may depend on all samples of the step, but not on the order of the groups. None if the
+    estimator fails, or if a second call gives other advantages.
+
+    The samples of a group stay in their order, because equal rewards of a group may be ranked by it. A group of equal
+    rewards gets 0, because an estimator that divides by their deviation gives it rounding errors. A sample that is
+    alone in its group gets 0 if all rewards of the step are equal.
+    """
+    members: dict[int, list[int]] = {}
+    for n, completion in enumerate(completions):
+        if completion.reward is not None:
+            members.setdefault(completion.group, []).append(n)
+    order = draw.sample([*members], len(members))
+    rows = [n for group in order for n in members[group]]
+    of_rows = [scored(completions[n], config) for n in rows]
+    names = dict.fromkeys(name for sample in of_rows for name in sample.components)
+    samples = Samples(
+        rewards_N=torch.tensor([sample.reward for sample in of_rows]),
+        group_ids_N=torch.tensor([id for id, group in zip(members, order, strict=True) for _ in members[group]]),
+        completion_tokens_N=torch.tensor([sample.tokens for sample in of_rows]),
+        components={name: torch.tensor([each.components.get(name, 0.0) for each in of_rows]) for name in names} or None,
+    )
+    try:
+        first, second = compute_advantages(estimator, samples), compute_advantages(estimator, samples)
+    except RunError:
+        return None
+    if not torch.allclose(first, second, rtol=EQUAL, atol=EQUAL * float(first.abs().max())):
+        return None
+    found, compared = [0.0] * len(completions), defaultdict[int, set[float]](set)
+    for sample in of_rows:
+        compared[sample.group].add(sample.reward)
+    all_rewards = {sample.reward for sample in of_rows}
+    for n, sample, advantage in zip(rows, of_rows, first.tolist(), strict=True):
+        is_alone = len(members[sample.group]) == 1
+        if len(all_rewards if is_alone else compared[sample.group]) > 1:
+            found[n] = advantage
+    return found
+
+
+def without_formula(loss: object, config: Config) -> list[str]:
+    """Returns what the witness checks of a loss and an estimator of the user's own, and what it does not check."""
+    found = []
+    if not isinstance(loss, ObjectiveLoss):
+        found.append(
+            f"the witness has no formula for algorithm.loss = {config.algorithm.loss}. It checks that the derivatives "
+            "of a drawn group are the same without other groups, and 0 for tokens that are masked. It does not check "
+            "that the loss is the one that you mean"
+        )
+    if isinstance(axes := resolve_advantage(advantage_of(config.algorithm)), OwnEstimator):
+        found.append(
+            f"the witness has no formula for algorithm.advantage = {axes.path}. It checks that the advantages of a "
+            "drawn group do not depend on the order and the ids of the groups. It does not check that they are those "
+            "that you mean"
+        )
+    return found
 
 
 def token_columns(estimator: TokenEstimator) -> list[str]:
     """Returns the columns that `token_findings` reads."""
     made = ["advantages", "returns"] if isinstance(estimator, GAE | VTrace) else ["advantages"]
     return ["token_mask", "sample_mask", *sorted({*estimator.reads} & set(_COLUMNS.values())), *made]
+
+
+def read_token_findings(
+    drawn: Witnessed | None,
+    meta: KVBatchMeta,
+    estimator: TokenEstimator | None,
+    *,
+    read: Callable[..., BatchedDataDict],
+) -> list[Finding]:
+    """Reads the drawn rows of a step with `read` (`TQPolicy.read_from_dataplane`), and returns `token_findings`. There
+    are none without an estimator of tokens or a drawn row."""
+    if drawn is None or not drawn.rows or estimator is None:
+        return []
+    return token_findings(drawn, read(meta.subset(drawn.rows), select_fields=token_columns(estimator)), estimator)
 
 
 def token_findings(drawn: Witnessed, rows: BatchedDataDict, estimator: TokenEstimator) -> list[Finding]:
@@ -103,6 +194,8 @@ def token_findings(drawn: Witnessed, rows: BatchedDataDict, estimator: TokenEsti
     ]
 
 
+GROUPS_EXCHANGED = "own function, groups exchanged"
+"""The kind of a finding that compares advantages with those of the user's estimator for groups in another order."""
 EQUAL_TOKENS = 1e-4
 """Largest accepted difference of advantages of tokens, as a share of the largest: they are float32 sums over a row."""
 _COLUMNS = {
@@ -128,17 +221,30 @@ def _rule(estimator: TokenEstimator) -> Axes | None:
     return {**own, "gamma": gamma, "kl": kl}
 
 
+def rate_of_lease(lease: Lease, report: StepReport, *, config: Config) -> Finding:
+    """Compares the learning rate of a step with that of the schedule at the step's own number. The steps that train
+    only a critic come before the schedule."""
+    learner, only_critic = config.learner, 0 if config.critic is None else config.critic.warmup_steps
+    number = max(0, lease.step - only_critic)
+    expected = rate_of_step(learner.optimizer, step=number, total_steps=learner.total_steps)
+    return Finding(
+        check="optimizer",
+        ratio=abs(report.learning_rate - expected) / (EQUAL * expected) if expected else report.learning_rate,
+        words=f"the step had the learning rate {report.learning_rate:.9g}, and its schedule gives {expected:.9g}",
+    )
+
+
 def counts_of_step(lease: Lease, report: StepReport, *, config: Config) -> Finding:
     """Compares the samples and tokens that the ranks trained with those that the lease and its masks leave."""
-    completions = _completions(lease)
-    kept = trained(completions, axes=_sample_axes(config), config=config)
+    completions = completions_of(lease)
+    kept = trained(completions, axes=sample_axes(config), config=config)
     [whole] = counts(completions, kept, rows_per_update=len(completions), config=config)
     left_out = report.diagnostics.get("nonfinite_tokens", 0.0)
     without = Counts(tokens=whole.tokens - left_out, sequences=whole.sequences)
     return counts_finding(without, tokens=report.trained_tokens, sequences=report.trained_samples)
 
 
-def _sample_axes(config: Config) -> Axes | None:
+def sample_axes(config: Config) -> Axes | None:
     """Returns the axes that give each sample its advantage, or the outcome with which an estimator of tokens begins:
     that is the reward itself with a critic. None for an estimator of the user's own."""
     axes = resolve_advantage(advantage_of(config.algorithm))
@@ -151,7 +257,7 @@ def _sample_axes(config: Config) -> Axes | None:
     return found
 
 
-def _completions(lease: Lease) -> list[Completion]:
+def completions_of(lease: Lease) -> list[Completion]:
     return [completion for group in lease.groups for completion in _of_group(group, step=lease.step)]
 
 
@@ -170,7 +276,7 @@ def _of_group(group: LeasedGroup, *, step: int) -> Sequence[Completion]:
     ]
 
 
-def _drawn(lease: Lease, teaches: Sequence[bool], *, seed: int, most_tokens: int) -> list[int]:
+def _drawn(lease: Lease, teaches: Sequence[bool], *, draw: random.Random, most_tokens: int) -> list[int]:
     """Returns the rows of the drawn group, as many as have at most `witness.group_tokens` tokens together. A group of
     which no sample teaches has no gradient, so it is drawn only if there is no other. Returns none if no row fits."""
     fit = list[list[int]]()
@@ -180,5 +286,4 @@ def _drawn(lease: Lease, teaches: Sequence[bool], *, seed: int, most_tokens: int
         lengths = accumulate(group.meta.row_tokens)
         fit.append([n for n, tokens in zip(range(start, end), lengths, strict=True) if tokens <= most_tokens])
     teach = [rows for rows in fit if any(teaches[n] for n in rows)]
-    draw = random.Random(f"{seed} {lease.incarnation} {lease.step}")
     return draw.choice(teach or fit)

@@ -46,6 +46,7 @@ SAME = ""
 
 WITNESSED = {
     "counts": "the samples and tokens that were trained against those of the lease",
+    "prompts": "how often a prompt was trained in its epoch against its rows in the data",
     "rows": "log-probs of rows against those of each row alone",
     "advantages": "advantages against those that follow from the rewards",
     "bounds": "bounds of the objective that depend on the whole step against their definitions",
@@ -494,6 +495,15 @@ NUMBERS: tuple[Number, ...] = (
         "seconds",
         "Time that the first rank spent in the second, plain passes of a step that is witnessed.",
         "witness",
+        gauge=None,
+    ),
+    Number(
+        "published_bits_ratio",
+        "ratio",
+        "Share of the published elements whose bits are not those of the publication before, estimated from 1,024 "
+        "elements of each shard. Almost 0 in bfloat16 if the learning rate is below its precision. Steps that publish "
+        "nothing have no such number.",
+        "diagnostics",
         gauge=None,
     ),
     Number(

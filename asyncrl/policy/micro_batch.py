@@ -4,6 +4,7 @@ Legend: B rows, S tokens, T = S − 1 next tokens, V vocabulary.
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,9 +19,18 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import NO_VERSION, SUPPORT, trained_mask
 from asyncrl.errors import CallRefused
 from asyncrl.policy.logprobs import model_logprobs
-from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned, outcome_of, slopes_of, without_slopes
+from asyncrl.ranks.loss_pass import (
+    MicroBatchOutcome,
+    UpdateContext,
+    aligned,
+    checked_loss,
+    outcome_of,
+    slopes_of,
+    without_slopes,
+)
 from asyncrl.ranks.model_rows import ModelRows
 from asyncrl.ranks.plan import check_columns
+from asyncrl.ranks.witnessed import WITNESS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +79,10 @@ def loss_of(
         data["prev_logprobs"] = proximal_BS
     if context.watched is not None:
         context.watched.watch(data, outputs.columns)
+        if context.watched.own is not None and WITNESS in data:
+            [output] = outputs.columns.values()
+            alone = partial(_slopes_of_rows, data=data, outputs=outputs, context=context)
+            context.watched.own.watch(data, output, alone, numbers=data[WITNESS].tolist())
 
     # the loss may change its columns, and the diagnostics read them afterwards
     loss = of_outputs(context.loss_fn, outputs.columns, copy.copy(data), context.counts)
@@ -136,6 +150,18 @@ def _outputs(
     if isinstance(loss_fn, ObjectiveLoss) and loss_fn.needs_entropy:
         columns["next_token_entropies"] = entropy_BT
     return _Outputs(columns=columns, logprobs_BT=logprobs_BT, entropy_BT=entropy_BT)
+
+
+def _slopes_of_rows(
+    rows: Sequence[int], *, data: BatchedDataDict, outputs: _Outputs, context: UpdateContext[LossFunction]
+) -> torch.Tensor:
+    """Returns the derivatives of a loss of one output by this output, if the micro-batch has only these rows."""
+    leaves = {name: output[rows].detach().requires_grad_() for name, output in outputs.columns.items()}
+    loss = of_outputs(context.loss_fn, leaves, data.select_indices(rows), context.counts)
+    with torch.enable_grad():
+        scalar, _ = checked_loss(loss(**leaves))
+        [slopes] = slopes_of(scalar, *leaves.values())
+    return slopes
 
 
 def _diagnosed(

@@ -42,11 +42,18 @@ from asyncrl.ranks.model_rows import ModelRows
 from asyncrl.ranks.packed import ATTENTION
 from asyncrl.ranks.plan import PlannedUpdate
 from asyncrl.ranks.start_check import check_start
-from asyncrl.ranks.witnessed import UpdateWitness
+from asyncrl.ranks.witnessed import UpdateWitness, judged
 from asyncrl.ranks.worker import HOST, MODEL, SCORED_COLUMNS, RankWorker, move_model
 from asyncrl.weights.delta import DeltaSender
 from asyncrl.weights.manifest import ParameterSpec, TensorEntry, layout
-from asyncrl.weights.publisher import DeliveredBucket, Snapshot, deliver, snapshot_of
+from asyncrl.weights.publisher import (
+    ChangedElements,
+    DeliveredBucket,
+    Snapshot,
+    changed_elements,
+    deliver,
+    snapshot_of,
+)
 from asyncrl.weights.transports.collective import send_snapshot
 from asyncrl.weights.transports.interfaces import Sender, Transport
 from asyncrl.weights.transports.ipc import SharedGroup, SharedWeights
@@ -132,9 +139,11 @@ class PolicyWorker(RankWorker[LossFunction]):
             return None
         own = step_tokens(configured, updates)
         columns = {name: values.tolist() for name, values in (*own.sources.items(), ("advantages", own.advantages))}
-        ranks: list[dict[str, list[float]]] = self.gather(columns)
+        ranks: list[dict[str, list[float]]] = self.gather_on_first(columns)
+        if not ranks:
+            return None
         tokens = {name: [value for rank in ranks for value in rank[name]] for name in columns}
-        return bounds_finding(axes, used_axes, tokens)
+        return judged("bounds", lambda: [bounds_finding(axes, used_axes, tokens)])[0]
 
     def _outcome(self, part: BatchedDataDict, context: UpdateContext[LossFunction]) -> MicroBatchOutcome:
         return loss_of(
@@ -156,7 +165,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         if not any(self.gather(any("reference_policy_logprobs" in part for part in update.parts))):
             return
         with self._as_reference() as model:
-            is_initial = self._first_digest in (None, model_digest(model, rank=self.rank))
+            is_initial = self._first_digest in (None, model_digest(model, rank=self.rank, frozen=True))
             witness.compare_reference(update.parts, model, is_initial=is_initial, device=self._device)
 
     def _weights_changed(self) -> None:
@@ -215,7 +224,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         """Returns the initial weights, sharded like the live ones. The first call loads them."""
         if self._first_weights is None:
             self._first_weights = frozen(self._loaded(self._model_path), accelerator=self._accelerator)
-            self._first_digest = model_digest(self._first_weights, rank=self.rank)
+            self._first_digest = model_digest(self._first_weights, rank=self.rank, frozen=True)
         return self._first_weights
 
     def _scored_logprobs(
@@ -295,9 +304,10 @@ class PolicyWorker(RankWorker[LossFunction]):
 
     def take_snapshot(
         self, entries: Sequence[TensorEntry], probe_tokens: Sequence[Sequence[int]], slot: int = 0
-    ) -> list[list[float]]:
+    ) -> tuple[list[list[float]], ChangedElements | None]:
         """Copies this rank's shards of the current weights into the memory `slot`, in place of the snapshot there.
-        Returns the probe's log-probs (nats) under these weights.
+        Returns the probe's log-probs (nats) under these weights, and how many elements have other bits than in the
+        snapshot of the other slot; None if there is none.
 
         A snapshot that is being delivered must have another slot.
         """
@@ -311,7 +321,8 @@ class PolicyWorker(RankWorker[LossFunction]):
             shared=self.config.weights.transport == "ipc",
             last=last,
         )
-        return logprobs
+        other = self._snapshots.get(1 - slot)
+        return logprobs, None if other is None else changed_elements(self._snapshots[slot], other)
 
     def deliver(
         self, transport: Transport, slot: int, version: Version, previous: Version | None, whole: bool = False

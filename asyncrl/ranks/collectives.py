@@ -78,3 +78,9 @@ class Collectives:
     def gather(self, value: Any) -> list[Any]:
         """Returns one small object of every rank, in rank order. Fails after `learner.collective_timeout_s`."""
         return gather_objects(value, group=self._control)
+
+    def gather_on_first(self, value: Any) -> list[Any]:
+        """Returns one object of every rank on rank 0, in rank order, and an empty list on the other ranks."""
+        gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, gathered, group=self._control)
+        return gathered or []

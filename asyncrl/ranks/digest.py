@@ -24,19 +24,22 @@ _AT_ONCE = 2**20
 """Elements of a vector that are mixed at once. Each needs 32 bytes meanwhile."""
 
 
-def model_digest(model: torch.nn.Module, *, rank: int) -> int:
-    """Returns this rank's part of the digest. `combined` adds up the parts of all ranks."""
-    return combined(digests_by_tensor(model, rank=rank).values())
+def model_digest(model: torch.nn.Module, *, rank: int, frozen: bool = False) -> int:
+    """Returns this rank's part of the digest. `combined` adds up the parts of all ranks. With `frozen`, parameters that
+    are not trained count too."""
+    return combined(digests_by_tensor(model, rank=rank, frozen=frozen).values())
 
 
 @torch.no_grad()
-def digests_by_tensor(model: torch.nn.Module, *, rank: int) -> dict[str, int]:
-    """Returns this rank's part of the digest of each tensor, by name.
+def digests_by_tensor(model: torch.nn.Module, *, rank: int, frozen: bool = False) -> dict[str, int]:
+    """Returns this rank's part of the digest of each tensor, by name, with `frozen` also of parameters that are not
+    trained.
 
     A tied tensor counts once, under its first name. A replicated shard counts on the first rank that holds it.
     """
     reshard(model)
-    first = {id(tensor): (name, tensor) for name, tensor in reversed(trained_state(model).items())}
+    state = model.state_dict(keep_vars=True) if frozen else trained_state(model)
+    first = {id(tensor): (name, tensor) for name, tensor in reversed(state.items())}
     parts = [(name, own_rows(name, tensor, rank=rank)) for name, tensor in first.values()]
     return {name: tensor_digest(name, own[1], start=own[0]) for name, own in parts if own is not None}
 

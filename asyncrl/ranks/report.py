@@ -210,7 +210,7 @@ def step_report(ranks: Sequence[RankRecord]) -> StepReport:
         peak_flops_per_s=_total([rank.peak_flops_per_s for rank in ranks]),
         weights_before=combined(rank.weights_before for rank in ranks),
         weights_after=combined(rank.weights_after for rank in ranks),
-        findings=worst(finding for rank in ranks for finding in rank.findings),
+        findings=worst([finding for rank in ranks for finding in rank.findings]),
     )
 
 

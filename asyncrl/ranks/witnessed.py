@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +25,12 @@ from asyncrl.ranks.accelerator import compute_dtype
 from asyncrl.ranks.batching import empty_micro_batch
 from asyncrl.ranks.collectives import Collectives
 from asyncrl.ranks.model_rows import branches_as_rows
+from asyncrl.ranks.own_loss import MASKS, OwnLoss, masked_finding
 from asyncrl.ranks.report import UpdatePlan
 from asyncrl.user_code import describe_error
 from asyncrl.weights.parity import Differences, ParityLimits
 from asyncrl.witness.judge import (
+    FORMULA,
     GRADIENT_BFLOAT16,
     GRADIENT_FLOAT32,
     Finding,
@@ -40,7 +43,7 @@ from asyncrl.witness.judge import (
     worst,
 )
 from asyncrl.witness.objective import Axes, Sample
-from asyncrl.witness.optimizer import RELATIVE, Element, difference, rate_of_step, stepped
+from asyncrl.witness.optimizer import Element, difference, rate_of_step, stepped
 from asyncrl.witness.plain_pass import plain_attention, plain_pass
 
 LEAST_TOKENS = 200
@@ -54,13 +57,18 @@ class Watched:
     """What the passes of an update used and made for the drawn rows of this rank, by their numbers.
 
     Lists have one entry for each trained token. `places` are the tokens' places among the next tokens of their row.
-    `tokens` is the weighted number of trained tokens of all rows that had a backward pass. `world_size` is the factor
-    of the backward pass (`RankWorker._update`). `step` is the version of the weights.
+    `tokens` is the weighted number of trained tokens of all rows that had a backward pass. `inside` is the largest
+    derivative of the loss by one of them, and `outside` the largest by a token that the masks leave out. `own` is there
+    for a loss of the user's own. `world_size` is the factor of the backward pass (`RankWorker._update`). `step` is the
+    version of the weights.
     """
 
     world_size: int
     step: int | None
+    own: OwnLoss | None = None
     tokens: float = 0.0
+    inside: float = 0.0
+    outside: float = 0.0
     samples: dict[int, Sample] = field(default_factory=dict)
     places: dict[int, list[int]] = field(default_factory=dict)
     by_logprob: dict[int, list[float]] = field(default_factory=dict)
@@ -70,7 +78,7 @@ class Watched:
         """Notes the columns of the drawn rows of a micro-batch, and what the backward pass gives their log-probs and
         entropies. `outputs` are the arguments of the loss, [B, T], with their graph."""
         weight_BT = data["token_mask"][:, 1:].double() * data["sample_mask"].double().unsqueeze(1)
-        self._count(next(iter(outputs.values())), float(weight_BT.sum()))
+        self._count(next(iter(outputs.values())), float(weight_BT.sum()), trained_mask(data)[:, 1:])
         if WITNESS not in data or "next_token_logprobs" not in outputs:
             return
         mask_BT = trained_mask(data)[:, 1:]
@@ -83,9 +91,16 @@ class Watched:
                 if "next_token_entropies" in outputs:
                     self._note(outputs["next_token_entropies"], self.by_entropy, number, row, mask_BT[row])
 
-    def _count(self, output: torch.Tensor, tokens: float) -> None:
-        def count(_: torch.Tensor) -> None:
+    def _count(self, output: torch.Tensor, tokens: float, mask_BT: torch.Tensor) -> None:
+        def count(gradient: torch.Tensor) -> None:
             self.tokens += tokens
+            # one number for each token, also of logits [B, S, V]
+            size_BS = gradient.abs() if gradient.ndim == 2 else torch.linalg.vector_norm(gradient, torch.inf, dim=-1)
+            inside_BS = torch.zeros_like(size_BS, dtype=torch.bool)
+            inside_BS[:, : mask_BT.shape[1]] = mask_BT
+            largest = [float(size_BS.masked_fill(left_out, 0.0).max()) for left_out in (~inside_BS, inside_BS)]
+            self.inside = max(self.inside, largest[0] / self.world_size)
+            self.outside = max(self.outside, largest[1] / self.world_size)
 
         output.register_hook(count)  # type: ignore[no-untyped-call]
 
@@ -188,6 +203,9 @@ def _own(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+EQUAL_NORMS = 0.05
+"""Largest accepted difference of the gradients' norm. torch adds up squares in float32: on a CPU, the norm of 136
+million normal elements is 1.7 % too small."""
 PART_ELEMENTS = 64
 """Elements of each shard of a gradient that are added up over the micro-batches."""
 DrawnGradient = Mapping[str, Sequence[float]]
@@ -238,8 +256,9 @@ class UpdateWitness:
         self._findings: list[Finding] = []
         self._elements: DrawnElements | None = None
         self._norm = 0.0
-        self._sums: list[DrawnGradient] = []
-        self.watched = Watched(world_size=ranks.world_size, step=step)
+        self._parts: list[DrawnGradient] = []
+        own = OwnLoss(world_size=ranks.world_size) if axes is None else None
+        self.watched = Watched(world_size=ranks.world_size, step=step, own=own)
 
     @property
     def worst(self) -> tuple[Finding, ...]:
@@ -284,7 +303,8 @@ class UpdateWitness:
         if not any(noted):
             return  # a loss of logits, of which nothing is noted, or rows without a trained token
         sides = [_added(self._ranks.gather(side)) for side in (fast, left, largest)]
-        self._findings += _gradient_findings(*sides, limits=self._limits, of="the drawn group")
+        tokens = _effective_number([size for sizes in self._ranks.gather(_sizes(seen)) for size in sizes])
+        self._findings += _gradient_findings(*sides, limits=self._limits, of="the drawn group", tokens=tokens)
         self._compare_rows(apart)
 
     def pass_parts(
@@ -301,9 +321,9 @@ class UpdateWitness:
         if not self._request.every_part:
             return
         for part in parts:
-            run(part)
-            drawn = drawn_gradient(model, seed=self._config.run.seed)
-            self._sums.append(drawn)
+            # a copy: a pass may write columns, which the step's own pass would then find
+            run(part.select_indices(range(part.size)))
+            self._parts.append(drawn_gradient(model, seed=self._config.run.seed))
             reset()
 
     def compare_reference(
@@ -359,32 +379,48 @@ class UpdateWitness:
             for of_entropies, column in ((False, seen.by_logprob), (True, seen.by_entropy)):
                 largest = max((abs(each) for values in column.values() for each in values), default=0.0)
                 scale = max(self._ranks.gather(largest)) or 1.0
-                self._findings += _coefficients(
-                    self._axes, seen.samples, expected, column, scale=scale, of_entropies=of_entropies
+                compare = partial(
+                    coefficients, self._axes, seen.samples, expected, column, scale=scale, of_entropies=of_entropies
                 )
+                self._findings += judged("coefficients", compare)
+        inside, outside = (max(ranks) for ranks in zip(*self._ranks.gather((seen.inside, seen.outside)), strict=True))
+        if seen.own is not None:
+            self._findings += seen.own.findings(scale=inside)
+        if outside > 0:
+            masked = masked_finding(outside, inside=inside, kind=FORMULA if seen.own is None else MASKS)
+            if masked.failed:  # the plain pass has only the gradient of trained tokens
+                self._findings = [finding for finding in self._findings if finding.check != "gradient"]
+            self._findings.append(masked)
+        self._findings += advantage_findings(self._request, seen.samples)
         self._norm = math.sqrt(sum(self._ranks.gather(sum(squares(model, world_size=self._ranks.world_size).values()))))
-        if self._request.advantages is not None:
-            scale = self._request.largest_advantage or 1.0
-            self._findings += advantage_findings(self._request.advantages, seen.samples, scale=scale)
-        if self._sums:
+        if self._parts and self._repeats_itself():
             self._compare_parts(drawn_gradient(model, seed=self._config.run.seed))
         self._elements = DrawnElements(model, state, seed=self._config.run.seed + self._train_calls + self._update)
         # a tensor that had no gradient in some updates, as that of an expert without tokens, has made fewer steps
         steps = max((int(moments["step"]) for moments in state.values() if moments), default=0)
         self._findings.append(steps_finding(steps, expected=self._optimizer_steps))
 
+    def _repeats_itself(self) -> bool:
+        """Returns whether the loss has the same gradient in each pass. A loss of the user's own may draw random
+        numbers: it must have been called twice with the same rows, on some rank."""
+        own = self.watched.own
+        if own is None:
+            return True
+        called = self._ranks.gather((bool(own.of_group), own.problem))
+        return any(compared for compared, _ in called) and not any(problem for _, problem in called)
+
     def _compare_parts(self, whole: DrawnGradient) -> None:
         """Compares drawn elements of the update's gradient with their sums over the micro-batches."""
         fast, left, largest = dict[str, float](), dict[str, float](), dict[str, float]()
         none = [0.0] * PART_ELEMENTS
-        for name in dict.fromkeys(name for drawn in (whole, *self._sums) for name in drawn):
-            elements, parts = whole.get(name, none), [part.get(name, none) for part in self._sums]
-            sums = [math.fsum(values) for values in zip(*parts, strict=True)]
+        for name in dict.fromkeys(name for drawn in (whole, *self._parts) for name in drawn):
+            elements, parts = whole.get(name, none), [part.get(name, none) for part in self._parts]
+            sums = [sum(values) for values in zip(*parts, strict=True)]  # infinite ones too, which fsum refuses
             fast[name] = math.fsum(value**2 for value in elements)
             left[name] = math.fsum((value - own) ** 2 for value, own in zip(elements, sums, strict=True))
             largest[name] = max(math.fsum(value**2 for value in drawn) for drawn in (elements, *parts))
         sides = [_added(self._ranks.gather(side)) for side in (fast, left, largest)]
-        self._findings += _gradient_findings(*sides, limits=self._limits, of="the update")
+        self._findings += _gradient_findings(*sides, limits=self._limits, of="the update", tokens=math.inf)
 
     @property
     def _limits(self) -> GradientLimits:
@@ -396,10 +432,19 @@ class UpdateWitness:
         learner = self._config.learner
         rate = rate_of_step(learner.optimizer, step=self._train_calls, total_steps=learner.total_steps)
         assert self._elements is not None, "judge comes before the optimizer's step"
-        self._findings += self._elements.findings(learner.optimizer, rate=rate, norm=self._norm)
+        self._findings += self._elements.findings(learner.optimizer, rate=rate, norm=norm)
         words = f"the clipping measured the gradient norm {norm:.9g}, and a second sum gives {self._norm:.9g}"
-        ratio = abs(norm - self._norm) / (RELATIVE * self._norm) if self._norm else norm
+        ratio = abs(norm - self._norm) / (EQUAL_NORMS * self._norm) if self._norm else norm
         self._findings.append(Finding(check="optimizer", ratio=ratio, words=words))
+
+
+def judged(check: str, compare: Callable[[], list[Finding]]) -> list[Finding]:
+    """Returns the findings of `compare`. An error of the formulas is a finding too: a rank that ends with an error
+    leaves the others in a collective."""
+    try:
+        return compare()
+    except Exception as error:
+        return [Finding(check=check, ratio=math.inf, words=f"the formulas failed: {describe_error(error)}")]
 
 
 def _filled(own: Sequence[Any], ranks: Collectives, empty: Callable[[], Any]) -> list[Any]:
@@ -452,13 +497,19 @@ def _row_findings(found: Differences, *, policy: str, config: Config, exact: boo
     return [Finding(check="rows", ratio=ratio, words=words)]
 
 
-def _coefficients(*compared: Any, **options: Any) -> list[Finding]:
-    """Returns the findings of the coefficients. An error of the formulas is a finding too: a rank that ends with an
-    error leaves the others in a collective."""
-    try:
-        return coefficients(*compared, **options)
-    except Exception as error:
-        return [Finding(check="coefficients", ratio=math.inf, words=f"the formulas failed: {describe_error(error)}")]
+def _sizes(watched: Watched) -> list[float]:
+    """Returns the size of the gradient by the logits of each trained token, up to a factor: |∂L/∂log p| · (1 − p)."""
+    return [
+        abs(slope) * -math.expm1(min(logprob, 0.0))
+        for number, slopes in watched.by_logprob.items()
+        for slope, logprob in zip(slopes, watched.samples[number].current, strict=True)
+    ]
+
+
+def _effective_number(sizes: Sequence[float]) -> float:
+    """Returns (Σs)² / Σs², at least 1: the number of equal sizes whose sum varies as much."""
+    squares_of_all = math.fsum(size**2 for size in sizes)
+    return max(1.0, math.fsum(sizes) ** 2 / squares_of_all) if squares_of_all else 1.0
 
 
 def _gradient_findings(
@@ -468,23 +519,25 @@ def _gradient_findings(
     *,
     limits: GradientLimits,
     of: str,
+    tokens: float,
 ) -> Iterator[Finding]:
     """Yields a finding for each tensor, and for all together, from the squares of the gradient, of the difference that
-    is left, and of the largest partial sum. Yields none if there is no gradient.
+    is left, and of the largest partial sum. `tokens` is the effective number of tokens that have a gradient. Yields
+    none if there is no gradient.
 
     The difference is measured against the largest partial sum: gradients of samples that cancel each other have the
     rounding errors of their sums.
     """
     if not any(fast.values()) and not any(left.values()):
         return
-    whole = math.sqrt(math.fsum(largest.values()))
+    whole, more = math.sqrt(math.fsum(largest.values())), limits.of_token / math.sqrt(tokens)
     apart = math.sqrt(math.fsum(left.values())) / whole
     words = f"the gradient of {of} differs by {apart:.3g} of its norm"
-    yield Finding(check="gradient", ratio=apart / limits.of_all, words=words)
+    yield Finding(check="gradient", ratio=apart / (limits.of_all + more), words=words)
     for name, square in largest.items():
         apart = math.sqrt(left.get(name, 0.0)) / max(math.sqrt(square), limits.least * whole)
         words = f"the gradient of {name} for {of} differs by {apart:.3g} of its norm"
-        yield Finding(check="gradient", ratio=apart / limits.of_tensor, words=words)
+        yield Finding(check="gradient", ratio=apart / (limits.of_tensor + more), words=words)
 
 
 def _added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -532,7 +585,7 @@ class DrawnElements:
                 expected = stepped(element, settings, rate=rate, norm=norm)
                 yield Finding(
                     check="optimizer",
-                    ratio=difference(element, expected, value),
+                    ratio=difference(element, expected, value, rate=rate),
                     words=(
                         f"AdamW's step gave an element of {name} the value {value:.9g} (before: {element.value:.9g}), "
                         f"and its formula gives {expected:.9g}"

@@ -128,8 +128,8 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         return loss_fn
 
     def _bounds_finding(self, configured: LossT, used: LossT, updates: Sequence[PlannedUpdate]) -> Finding | None:
-        """Returns what the witness finds of the bounds of a loss that depend on the whole step; None if there are none.
-        A collective if there are some."""
+        """Returns what the witness finds of the bounds of a loss that depend on the whole step; None if there are none,
+        and on all ranks but the first. A collective if there are some."""
         return None
 
     def _witness_reference(self, update: PlannedUpdate, witness: UpdateWitness) -> None:

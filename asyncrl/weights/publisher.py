@@ -6,7 +6,7 @@ and no other rank. `deliver` has a thread of its own.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -37,12 +37,13 @@ OwnShard = tuple[str, int, torch.Tensor]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """The bytes that this rank sends of the weights at a step boundary, in buckets: the pieces of each bucket, and its
-    part of `memory`. `entries` are the same on every rank. `shared` has the memory if other processes of the node may
-    map it."""
+    part of `memory`. `entries` are the same on every rank. `shards` has the bytes of each shard in `memory`, and the
+    bytes of one of its elements. `shared` has the memory if other processes of the node may map it."""
 
     entries: tuple[TensorEntry, ...]
     pieces: tuple[tuple[Piece, ...], ...]
     memory: Bytes
+    shards: tuple[tuple[int, int], ...] = ()
     shared: MemoryFile | None = None
 
     @property
@@ -104,8 +105,37 @@ def snapshot_of(
         entries=tuple(entries),
         pieces=tuple(into_buckets(pieces, _bucket_bytes(entries, least=bucket_bytes))),
         memory=memory,
+        shards=tuple((nbytes, dtype_of(entry).itemsize) for (entry, _, _), nbytes in zip(found, sizes, strict=True)),
         shared=file,
     )
+
+
+DRAWN_ELEMENTS = 1024
+"""Elements of each shard whose bits are compared. In a model of a billion parameters they take about 30 ms."""
+
+
+class ChangedElements(NamedTuple):
+    """The number of elements whose bits changed between two snapshots, estimated from those that were compared, and the
+    number of all elements."""
+
+    changed: float
+    elements: int
+
+
+def changed_elements(new: Snapshot, before: Snapshot) -> ChangedElements | None:
+    """Compares the bits of a part of each shard. Returns None if the snapshots are not of the same shards."""
+    if new.shards != before.shards:
+        return None
+    changed, elements, start = 0.0, 0, 0
+    for nbytes, itemsize in new.shards:
+        number = nbytes // itemsize
+        # An odd distance goes through all columns of a matrix, whose width is even.
+        every = number // DRAWN_ELEMENTS | 1
+        bits = [each.memory[start : start + nbytes].view(f"u{itemsize}")[::every] for each in (new, before)]
+        if number:
+            changed += float((bits[0] != bits[1]).mean()) * number
+        elements, start = elements + number, start + nbytes
+    return ChangedElements(changed, elements)
 
 
 def deliver(snapshot: Snapshot, sender: Sender, version: Version) -> list[DeliveredBucket]:

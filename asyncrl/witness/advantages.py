@@ -7,6 +7,8 @@ Python's floats, one sample or token after the other.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from statistics import fmean
 from typing import Any
 
 Axes = Mapping[str, Any]
@@ -47,7 +49,7 @@ def of_samples(axes: Axes, samples: Sequence[Scored]) -> list[float]:
     if axes["whiten"] == "none":
         return found
     counts = [float(sample.tokens) if axes["whiten"] == "tokens" else 1.0 for sample in samples]
-    whitened = _whitened(axes, found, counts)
+    whitened = whiten(axes, found, counts)
     for group in groups:
         equal = all(_are_equal(rewards, group) for rewards in compared.values())
         if equal and _compares_groups(axes) and not _is_raw(axes, group):
@@ -58,8 +60,7 @@ def of_samples(axes: Axes, samples: Sequence[Scored]) -> list[float]:
 
 def equal_groups(axes: Axes, samples: Sequence[Scored]) -> list[bool]:
     """Returns True for each sample of a group whose rewards, as the estimator compares them, are all equal."""
-    found = [False] * len(samples)
-    compared = _compared(axes, samples)
+    found, compared = [False] * len(samples), _compared(axes, samples)
     for group in _groups(samples) if _compares_groups(axes) else []:
         for n in group:
             found[n] = all(_are_equal(rewards, group) for rewards in compared.values())
@@ -88,7 +89,7 @@ def _compared(axes: Axes, samples: Sequence[Scored]) -> dict[str, list[float]]:
         found = {"": [sample.reward for sample in samples]}
     if axes["length_penalty"] is not None:
         for group in _groups(samples):
-            mean = _mean([float(samples[n].tokens) for n in group])
+            mean = fmean([float(samples[n].tokens) for n in group])
             for n in group:
                 for rewards in found.values():
                     rewards[n] /= 1 + axes["length_penalty"] * samples[n].tokens / max(mean, 1e-9)
@@ -104,12 +105,8 @@ def _is_raw(axes: Axes, group: Sequence[int]) -> bool:
     return len(group) == 1 and axes["single"] == "raw"
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
 def _squares(values: Sequence[float]) -> float:
-    mean = _mean(values)
+    mean = fmean(values)
     return math.fsum((value - mean) ** 2 for value in values)
 
 
@@ -130,16 +127,16 @@ def _centred(axes: Axes, samples: Sequence[Scored], rewards: Sequence[float], gr
     own = [rewards[m] for m in group]
     match axes["baseline"]:
         case "group_mean":
-            return rewards[n] - _mean(own)
+            return rewards[n] - fmean(own)
         case "leave_one_out":
-            return rewards[n] - _mean([rewards[m] for m in group if m != n])
+            return rewards[n] - fmean([rewards[m] for m in group if m != n])
         case "length_weighted_mean":
             tokens = sum(samples[m].tokens for m in group)
             weighted = math.fsum(samples[m].tokens * rewards[m] for m in group)
-            return rewards[n] - (weighted / tokens if tokens else _mean(own))
+            return rewards[n] - (weighted / tokens if tokens else fmean(own))
     # soft_value: temperature · log of the mean of e^(r / temperature)
     tau, largest = axes["temperature"], max(own)
-    return rewards[n] - largest - float(tau * math.log(_mean([math.exp((each - largest) / tau) for each in own])))
+    return rewards[n] - largest - float(tau * math.log(fmean([math.exp((each - largest) / tau) for each in own])))
 
 
 def _scale_of_step(axes: Axes, groups: Sequence[Sequence[int]], rewards: Sequence[float]) -> float | None:
@@ -170,11 +167,11 @@ def _scale_of_group(axes: Axes, rewards: Sequence[float], group: Sequence[int], 
         case "leave_one_out_std":
             return 1.0 if _squares(others) <= EQUAL * _squares(own) else _deviation(axes, _squares(others), len(others))
         case "group_mean":
-            return 1.0 if _are_equal(rewards, group) else _mean(own) + float(axes["eps"])
+            return 1.0 if _are_equal(rewards, group) else fmean(own) + float(axes["eps"])
     raise ValueError(f"the witness has no formula for the scale {axes['scale']}")
 
 
-def _whitened(axes: Axes, values: Sequence[float], counts: Sequence[float]) -> list[float]:
+def whiten(axes: Axes, values: Sequence[float], counts: Sequence[float]) -> list[float]:
     """Returns (v − mean) / deviation, where value i counts `counts[i]` times; 0 where the count is 0."""
     inside = [(value, count) for value, count in zip(values, counts, strict=True) if count > 0]
     if not inside:
@@ -206,8 +203,9 @@ def token_rewards(outcome: float, kl: Axes | None, policy: Sequence[float], refe
 
 
 def discounted(rewards: Sequence[float], gamma: float) -> list[float]:
-    """Returns Σ_k γ^k · r_{t+k} of each token (REINFORCE++, 2501.03262)."""
-    return [math.fsum(gamma**k * reward for k, reward in enumerate(rewards[t:])) for t in range(len(rewards))]
+    """Returns R_t = r_t + γ · R_{t+1} of each token, the sum Σ_k γ^k · r_{t+k} (REINFORCE++, 2501.03262)."""
+    backward = accumulate(reversed(rewards), lambda later, reward: reward + gamma * later)
+    return [*backward][::-1]
 
 
 def generalised(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
@@ -225,17 +223,13 @@ def adaptive_lambda(tokens: int, alpha: float) -> float:
 def vtrace(
     rewards: Sequence[float], values: Sequence[float], log_ratios: Sequence[float], gamma: float
 ) -> tuple[list[float], list[float]]:
-    """Returns V-trace's advantages and targets with ρ̄ = c̄ = 1 (1802.01561): v_t = V_t + Σ_k γ^k · c_t ⋯ c_{t+k−1} ·
-    ρ_{t+k} · δ_{t+k}, and the advantages r_t + γ · v_{t+1} − V_t."""
-    following = [*values[1:], 0.0]
-    cut = [min(1.0, math.exp(min(log_ratio, 0.0))) for log_ratio in log_ratios]
-    targets = []
-    for t in range(len(rewards)):
-        target, trace = values[t], 1.0
-        for k in range(t, len(rewards)):
-            target += trace * cut[k] * (rewards[k] + gamma * following[k] - values[k])
-            trace *= gamma * cut[k]
-        targets.append(target)
+    """Returns V-trace's advantages and targets with ρ̄ = c̄ = 1 (1802.01561, remark 1): v_t = V_t + ρ_t · δ_t +
+    γ · c_t · (v_{t+1} − V_{t+1}), and the advantages r_t + γ · v_{t+1} − V_t."""
+    following, targets, apart = [*values[1:], 0.0], list[float](), 0.0
+    for r, now, after, log_ratio in zip(*map(reversed, (rewards, values, following, log_ratios)), strict=True):
+        apart = math.exp(min(log_ratio, 0.0)) * (r + gamma * after - now + gamma * apart)
+        targets.append(now + apart)
+    targets.reverse()
     later = [*targets[1:], 0.0]
     return [r + gamma * v - now for r, v, now in zip(rewards, later, values, strict=True)], targets
 
@@ -259,9 +253,8 @@ def of_tokens(rule: Axes, outcome: float, columns: TokenColumns) -> tuple[list[f
             found = discounted(rewards, rule["gamma"])
             return found, found
         case "gae":
-            lam = rule["lam"]
-            if rule["length_alpha"] is not None:
-                lam = adaptive_lambda(len(rewards), rule["length_alpha"])
+            alpha = rule["length_alpha"]
+            lam = rule["lam"] if alpha is None else adaptive_lambda(len(rewards), alpha)
             own = generalised(rewards, columns.values, rule["gamma"], lam)
             of_value = generalised(rewards, columns.values, rule["gamma"], rule["value_lam"])
             return own, [a + v for a, v in zip(of_value, columns.values, strict=True)]
@@ -279,7 +272,7 @@ def unlike(raw: Sequence[float], found: Sequence[float], *, whitened: bool) -> f
     """
     shift, scale = 0.0, 1.0
     if whitened and raw:
-        mean_raw, mean_found = _mean(raw), _mean(found)
+        mean_raw, mean_found = fmean(raw), fmean(found)
         spread = math.fsum((value - mean_raw) ** 2 for value in raw)
         pairs = zip(raw, found, strict=True)
         together = math.fsum((value - mean_raw) * (other - mean_found) for value, other in pairs)

@@ -7,7 +7,7 @@ tokens of the step in one list.
 import math
 from collections.abc import Mapping, Sequence
 
-from asyncrl.witness.objective import Axes
+from asyncrl.witness.objective import LARGEST_LOG_RATIO, Axes
 
 CLOSE = 1e-4
 """Accepted relative difference of a bound. The grid of the first path has a relative precision of 4e-6."""
@@ -47,7 +47,7 @@ def effective_share(ratios: Sequence[float]) -> float:
 
 
 def _ratios(tokens: Tokens, p: str, q: str) -> list[float]:
-    return [math.exp(a - b) for a, b in zip(tokens.get(p, ()), tokens.get(q, ()), strict=False)]
+    return [math.exp(min(a - b, LARGEST_LOG_RATIO)) for a, b in zip(tokens.get(p, ()), tokens.get(q, ()), strict=False)]
 
 
 def _is_close(one: float, other: float) -> bool:
@@ -66,8 +66,7 @@ def _budget_problem(gate: Axes, used: Axes, tokens: Tokens) -> str:
     while kept < len(subject) and (total + subject[kept]) / (kept + 1) <= gate["budget"] * (1 + 1e-9):
         total += subject[kept]
         kept += 1
-    least = subject[kept - 1] if kept else 0.0
-    most = subject[kept] if kept < len(subject) else math.inf
+    least, most = (subject[kept - 1] if kept else 0.0), (subject[kept] if kept < len(subject) else math.inf)
     found = used["hi"]
     if (found == gate["hi"] and found <= most) or least * (1 - CLOSE) <= found <= most * (1 + CLOSE):
         return ""

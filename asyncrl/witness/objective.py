@@ -10,6 +10,7 @@ with loops over Python's floats, as docs/losses.md and the papers have them. The
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 Axes = Mapping[str, Any]
@@ -71,29 +72,30 @@ def derivatives(axes: Axes, sample: Sample, counts: Counts, *, apart_nats: float
     """
     sources = _sources(axes, sample, apart_nats)
     tokens = range(len(sample))
-    averaging = [_averaging(axes, sample, counts, t) for t in tokens]
-    kept = [_weight(axes["weight"], sources, t) for t in tokens]
+    divisor = _divisor(axes, sample, counts)
+    averaging = [sample.weight * weight / divisor for weight in sample.token_weights]
+    kept = _weights(axes["weight"], sources)
     for gate in axes["gates"]:
-        kept = [0.0 if _is_gated(gate, sources, sample, t) else kept[t] for t in tokens]
-    log_ratios, moves = _log_ratios(axes, sources, sample)
-    found = [0.0] * len(sample)
+        gated = _gated(gate, sources, sample)
+        kept = [0.0 if gated[t] else kept[t] for t in tokens]
+    log_ratios, moves, is_shared = _log_ratios(axes, sources, sample)
+    found, by_ratios, entropies = ([0.0] * len(sample) for _ in range(3))
     for t in tokens:
         by_logprob, by_ratio = _slopes(axes["surrogate"], log_ratios[t], sample.advantages[t])
-        share = averaging[t] * kept[t]
-        found[t] += share * by_logprob
-        for other, move in moves(t).items():
-            found[other] += share * by_ratio * move
-    entropies = [0.0] * len(sample)
+        found[t] += averaging[t] * kept[t] * by_logprob
+        by_ratios[t] = averaging[t] * kept[t] * by_ratio
+    if is_shared:
+        by_ratios = [math.fsum(by_ratios)] * len(sample)
+    for t in tokens:
+        found[t] += by_ratios[t] * moves[t]
     for penalty in axes["penalties"]:
         for t in tokens:
-            if penalty["kind"] == "positive_nll":
-                if sample.reward > 0:
-                    found[t] -= penalty["beta"] * sample.weight * sample.token_weights[t] / counts.positive_tokens
-                continue
             if penalty["kind"] == "entropy":
                 entropies[t] -= averaging[t] * penalty["beta"]
-                continue
-            found[t] += averaging[t] * penalty["beta"] * _penalty_slope(penalty, sources, t)
+            elif penalty["kind"] != "positive_nll":
+                found[t] += averaging[t] * penalty["beta"] * _penalty_slope(penalty, sources, t)
+            elif sample.reward > 0:
+                found[t] -= penalty["beta"] * sample.weight * sample.token_weights[t] / counts.positive_tokens
     return Derivatives(logprobs=found, entropies=entropies)
 
 
@@ -113,73 +115,62 @@ def _sources(axes: Axes, sample: Sample, apart_nats: float) -> dict[str, list[fl
     return {"current": current, "proximal": proximal, "behaviour": behaviour, "reference": reference}
 
 
-def _averaging(axes: Axes, sample: Sample, counts: Counts, t: int) -> float:
-    """Returns a_t: by what the token's loss is multiplied before all losses are added."""
-    share = sample.weight * sample.token_weights[t]
-    match axes["aggregation"]:
-        case "token_mean":
-            return share / counts.tokens
-        case "sequence_mean":
-            return share / sum(sample.token_weights) / counts.sequences
-        case "sequence_sum":
-            return share / counts.sequences
-        case "sequence_sum_constant":
-            return share / counts.sequences / float(axes["constant"])
-        case "prompt_mean":
-            prompts = sum(tokens > 0 for tokens in counts.tokens_by_group.values())
-            return share / prompts / counts.tokens_by_group[sample.group]
-        case "sum":
-            return share
-    raise ValueError(f"the witness has no formula for the aggregation {axes['aggregation']}")
+def _divisor(axes: Axes, sample: Sample, counts: Counts) -> float:
+    """Returns by what the weighted loss of each token of a sample is divided before all losses are added."""
+    prompts = sum(tokens > 0 for tokens in counts.tokens_by_group.values())
+    by_aggregation: Mapping[str, float] = {
+        "token_mean": counts.tokens,
+        "sequence_mean": counts.sequences * sum(sample.token_weights),
+        "sequence_sum": counts.sequences,
+        "sequence_sum_constant": counts.sequences * (axes["constant"] or 1.0),
+        "prompt_mean": prompts * counts.tokens_by_group.get(sample.group, 0.0),
+        "sum": 1.0,
+    }
+    return by_aggregation[axes["aggregation"]]
 
 
-def _pooled(values: Sequence[float], how: str, t: int) -> float:
-    """Returns the value of token t, or the one that it shares with its sequence."""
-    match how:
-        case "token":
-            return values[t]
-        case "mean":
-            return math.fsum(values) / len(values)
-        case "sum":
-            return math.fsum(values)
-        case "min":
-            return min(values)
-        case "max":
-            return max(values)
-    raise ValueError(f"the witness has no formula for the pool {how}")
+POOLS: Mapping[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "sum": math.fsum, "min": min, "max": max}
+"""The values that all tokens of a sequence may share."""
+
+
+def _pooled(values: Sequence[float], how: str) -> list[float]:
+    """Returns the own value of each token, or the one that it shares with its sequence."""
+    return [*values] if how == "token" or not values else [POOLS[how](values)] * len(values)
 
 
 def _ratio(log_ratio: float, lo: float = 0.0, hi: float = math.inf) -> float:
     return min(max(math.exp(min(log_ratio, LARGEST_LOG_RATIO)), lo), hi)
 
 
-def _weight(weight: Axes | None, sources: Mapping[str, Sequence[float]], t: int) -> float:
-    """Returns W_t: the ratio p/q, bounded or zeroed outside its bounds; 1 without a weight."""
+def _weights(weight: Axes | None, sources: Mapping[str, Sequence[float]]) -> list[float]:
+    """Returns W_t of each token: the ratio p/q, bounded or zeroed outside its bounds; 1 without a weight."""
     if weight is None:
-        return 1.0
+        return [1.0] * len(sources["current"])
     logs = [p - q for p, q in zip(sources[weight["p"]], sources[weight["q"]], strict=True)]
-    log_ratio, lo, hi = _pooled(logs, weight["pool"], t), weight["lo"], weight["hi"]
-    if weight["outside"] == "zero" and not _log(lo) <= log_ratio <= _log(hi):
-        return 0.0
-    return _ratio(log_ratio, lo, hi)
+    lo, hi = weight["lo"], weight["hi"]
+    is_zeroed = weight["outside"] == "zero"
+    return [
+        0.0 if is_zeroed and not _log(lo) <= log_ratio <= _log(hi) else _ratio(log_ratio, lo, hi)
+        for log_ratio in _pooled(logs, weight["pool"])
+    ]
 
 
 def _log(bound: float) -> float:
     return math.log(bound) if bound > 0 else -math.inf
 
 
-def _is_gated(gate: Axes, sources: Mapping[str, Sequence[float]], sample: Sample, t: int) -> bool:
-    """Returns True if the gate removes the token: K_t = 0."""
-    p, q, advantage = sources[gate["p"]], sources[gate["q"]], sample.advantages[t]
-    if gate["when"] == "negative_advantage" and not advantage < 0:
-        return False
-    if gate["when"] == "moving_away" and not advantage * (p[t] - q[t]) > 0:
-        return False
+def _gated(gate: Axes, sources: Mapping[str, Sequence[float]], sample: Sample) -> list[bool]:
+    """Returns True for each token that the gate removes: K_t = 0."""
+    p, q, lo, hi = sources[gate["p"]], sources[gate["q"]], gate["lo"], gate["hi"]
     if gate["stat"] == "ratio":
-        log_ratio = _pooled([a - b for a, b in zip(p, q, strict=True)], gate["pool"], t)
-        return not _log(gate["lo"]) <= log_ratio <= _log(gate["hi"])
-    stat = _pooled([STATISTICS[gate["stat"]](a, b) for a, b in zip(p, q, strict=True)], gate["pool"], t)
-    return not gate["lo"] <= stat <= gate["hi"]
+        lo, hi = _log(lo), _log(hi)
+    values = _pooled([STATISTICS[gate["stat"]](a, b) for a, b in zip(p, q, strict=True)], gate["pool"])
+    is_subject: Callable[[int], bool] = {
+        "always": lambda t: True,
+        "negative_advantage": lambda t: sample.advantages[t] < 0,
+        "moving_away": lambda t: sample.advantages[t] * (p[t] - q[t]) > 0,
+    }[gate["when"]]
+    return [is_subject(t) and not lo <= value <= hi for t, value in enumerate(values)]
 
 
 def _difference(p: float, q: float) -> float:
@@ -193,6 +184,7 @@ def _binary_kl(p: float, q: float) -> float:
 
 
 STATISTICS: Mapping[str, Callable[[float, float], float]] = {
+    "ratio": lambda p, q: p - q,  # its bounds are compared as logarithms too
     "log_ratio": lambda p, q: p - q,
     "k1": lambda p, q: -_difference(p, q),
     "k2": lambda p, q: _difference(p, q) ** 2 / 2,
@@ -200,13 +192,14 @@ STATISTICS: Mapping[str, Callable[[float, float], float]] = {
     "probability": lambda p, q: math.exp(p) - math.exp(q),
     "binary_kl": _binary_kl,
 }
-"""The statistics of gates from log p and log q, other than the ratio."""
+"""The statistics of gates from log p and log q."""
 
 
 def _log_ratios(
     axes: Axes, sources: Mapping[str, Sequence[float]], sample: Sample
-) -> tuple[list[float], Callable[[int], dict[int, float]]]:
-    """Returns log u of each token, and a function that returns ∂ log u_t / ∂ lp by token, for a token t."""
+) -> tuple[list[float], list[float], bool]:
+    """Returns log u of each token, ∂ log u / ∂ lp by the log-prob of each token, and whether it is the derivative of
+    one u that all tokens share. Otherwise it is that of the token's own u."""
     size, surrogate = len(sample), axes["surrogate"]
     # a surrogate without a ratio does not read its anchor, which may then have no log-probs
     anchor = sources[axes["anchor"]] or sources["current"]
@@ -217,18 +210,15 @@ def _log_ratios(
         for t, advantage in enumerate(sample.advantages):
             if (advantage > 0 and own[t] > hi) or (advantage < 0 and own[t] < lo):
                 own[t], slopes[t] = (hi if advantage > 0 else lo), 0.0
-    match axes["level"]:
-        case "token":
-            return own, lambda t: {t: slopes[t]}
-        case "sequence_mean":
-            mean = math.fsum(own) / max(size, 1)
-            return [mean] * size, lambda _: {other: slopes[other] / size for other in range(size)}
-        case "sequence_sum":
-            return [math.fsum(own)] * size, lambda _: dict(enumerate(slopes))
-        case "sequence_mean_token":  # sg(mean) · π/sg(π): the mean's value with the token's own gradient (2507.18071)
-            mean = math.fsum(own) / max(size, 1)
-            return [mean] * size, lambda t: {t: 1.0}
-    raise ValueError(f"the witness has no formula for the level {axes['level']}")
+    mean, total = _pooled(own, "mean"), _pooled(own, "sum")
+    by_level: Mapping[str, tuple[list[float], list[float], bool]] = {
+        "token": (own, slopes, False),
+        "sequence_mean": (mean, [slope / size for slope in slopes], True),
+        "sequence_sum": (total, slopes, True),
+        # sg(mean) · π/sg(π): the mean's value with the token's own gradient (2507.18071)
+        "sequence_mean_token": (mean, [1.0] * size, False),
+    }
+    return by_level[axes["level"]]
 
 
 def _slopes(surrogate: Axes, log_ratio: float, advantage: float) -> tuple[float, float]:

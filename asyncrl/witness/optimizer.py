@@ -52,7 +52,8 @@ def stepped(element: Element, settings: OptimizerSection, *, rate: float, norm: 
     return element.value - rate * settings.weight_decay * element.value - rate * direction
 
 
-def difference(element: Element, expected: float, found: float) -> float:
-    """Returns the difference of a new value from the expected one, as a share of what is accepted."""
-    rounding = ROUNDINGS * 2**-23 * max(abs(element.value), abs(expected), 2**-126)
+def difference(element: Element, expected: float, found: float, *, rate: float) -> float:
+    """Returns the difference of a new value from the expected one, as a share of what is accepted. `rate` is the size
+    of a usual change: where a gradient cancels the first moment, a smaller change of a value near 0 is rounding."""
+    rounding = ROUNDINGS * 2**-23 * max(abs(element.value), abs(expected), rate, 2**-126)
     return abs(found - expected) / (RELATIVE * abs(expected - element.value) + rounding)

@@ -60,8 +60,7 @@ def plain_pass(
     ids_1S = torch.tensor([list(tokens)], device=device)
     with torch.set_grad_enabled(by_logprob is not None):
         logits_SV: torch.Tensor = model(input_ids=ids_1S, use_cache=False).logits[0, :-1]
-    slopes_SV = None if by_logprob is None else torch.zeros_like(logits_SV)
-    found: list[float] = []
+    slopes_SV, found = None if by_logprob is None else torch.zeros_like(logits_SV), list[float]()
     for start in range(0, len(logits_SV), AT_ONCE):
         stop = min(start + AT_ONCE, len(logits_SV))
         z_NV = logits_SV[start:stop].detach().double() / temperature
@@ -79,9 +78,7 @@ def plain_pass(
         if slopes_SV is None or by_logprob is None:
             continue
         p_NV = logp_NV.exp()
-        for n in range(stop - start):
-            if not inside[n]:
-                continue
+        for n in (n for n, sampled in enumerate(inside) if sampled):
             slope = by_logprob[start + n]
             if rounded is not None and own_N[n] < 0:
                 slope *= math.expm1(rounded[start + n]) / math.expm1(own_N[n])

@@ -1,9 +1,10 @@
 """What a lease and its masks leave to train: samples, tokens and advantages, from the metadata of the groups."""
 
-import struct
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from asyncrl.config.schema import Config
 from asyncrl.witness.advantages import Scored, equal_groups, of_samples, shaped
@@ -31,9 +32,8 @@ def trained(completions: Sequence[Completion], *, axes: Axes | None, config: Con
     one of the user's own, whose groups are equal if their total rewards are."""
     algorithm, equal = config.algorithm, [False] * len(completions)
     if algorithm.zero_variance == "mask":
-        axes = OF_TOTALS if axes is None else axes
-        known = [n for n, completion in enumerate(completions) if completion.reward is not None]
-        for n, same in zip(known, equal_groups(axes, [_scored(completions[n], config) for n in known]), strict=True):
+        known = _known(completions, config)
+        for n, same in zip(known, equal_groups(OF_TOTALS if axes is None else axes, [*known.values()]), strict=True):
             equal[n] = same
     return [
         completion.reward is not None
@@ -46,33 +46,29 @@ def trained(completions: Sequence[Completion], *, axes: Axes | None, config: Con
 
 def advantages(completions: Sequence[Completion], *, axes: Axes, config: Config) -> list[float]:
     """Returns the advantage of each sample, 0 for one whose reward failed."""
-    found = [0.0] * len(completions)
-    known = [n for n, completion in enumerate(completions) if completion.reward is not None]
-    of_known = of_samples(axes, [_scored(completions[n], config) for n in known])
-    for n, advantage in zip(known, of_known, strict=True):
+    found, known = [0.0] * len(completions), _known(completions, config)
+    for n, advantage in zip(known, of_samples(axes, [*known.values()]), strict=True):
         found[n] = advantage
     return found
 
 
-def _scored(completion: Completion, config: Config) -> Scored:
+def _known(completions: Sequence[Completion], config: Config) -> dict[int, Scored]:
+    return {n: scored(each, config) for n, each in enumerate(completions) if each.reward is not None}
+
+
+def scored(completion: Completion, config: Config) -> Scored:
+    """Returns a sample whose reward did not fail, with its shaped reward."""
     reward = completion.reward
     assert reward is not None, "the caller leaves failed rewards out"
     if config.algorithm.overlong == "penalise":
-        reward = shaped(
-            reward,
-            tokens=completion.tokens,
-            truncated=completion.truncated,
-            limit_tokens=config.generator.max_completion_tokens,
-            buffer_tokens=config.algorithm.overlong_buffer_tokens,
-        )
+        limit, buffer = config.generator.max_completion_tokens, config.algorithm.overlong_buffer_tokens
+        cut = completion.truncated
+        reward = shaped(reward, tokens=completion.tokens, truncated=cut, limit_tokens=limit, buffer_tokens=buffer)
     # the first path compares and subtracts rewards in float32, so 0.1 + 0.2 and 0.3 are equal
-    components = {name: _float32(value) for name, value in completion.components.items()}
-    return Scored(group=completion.group, reward=_float32(reward), tokens=completion.tokens, components=components)
-
-
-def _float32(value: float) -> float:
-    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
-    return rounded
+    components = {name: float(np.float32(value)) for name, value in completion.components.items()}
+    return Scored(
+        group=completion.group, reward=float(np.float32(reward)), tokens=completion.tokens, components=components
+    )
 
 
 def counts(
@@ -91,6 +87,6 @@ def counts(
                 samples += 1
                 tokens += left
                 by_group[completion.group] += left
-                positive += left if _scored(completion, config).reward > 0 else 0
+                positive += left if scored(completion, config).reward > 0 else 0
         found.append(Counts(tokens=tokens, sequences=samples, tokens_by_group=dict(by_group), positive_tokens=positive))
     return tuple(found)

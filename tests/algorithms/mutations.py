@@ -1,9 +1,13 @@
-"""Deliberate breaks of the objective. `run_mutations.py` checks that the tests of this folder catch each of them.
+"""Deliberate breaks of the objective. `run_mutations.py` checks that the tests of this folder catch each of them, and
+that the tests of the witness catch those of `witness_mutations.py`.
 
-Each entry is (name of the break, file, text that occurs exactly once in the file, text that replaces it).
+Each entry is (name of the break, file in asyncrl, text that occurs exactly once in the file, text that replaces it,
+folder of the tests).
 """
 
 from typing import NamedTuple
+
+from witness_mutations import OF_PRODUCT, OF_WITNESS
 
 
 class Mutation(NamedTuple):
@@ -11,6 +15,7 @@ class Mutation(NamedTuple):
     file: str
     old: str
     new: str
+    tests: str = "algorithms"
 
 
 LOSS = [
@@ -568,7 +573,7 @@ OWN_LOSS = [
 ]
 
 MUTATIONS = [
-    Mutation(name, file, old, new)
+    Mutation(name, f"algorithms/{file}", old, new)
     for file, found in (
         ("loss.py", LOSS),
         ("token_terms.py", TOKEN_TERMS),
@@ -590,3 +595,8 @@ MUTATIONS = [
     )
     for name, old, new in found
 ]
+MUTATIONS += [
+    Mutation(f"witness, its {module}: {name}", f"witness/{module}.py", old, new, "witness")
+    for module, name, old, new in OF_WITNESS
+]
+MUTATIONS += [Mutation(f"witness, product: {name}", file, old, new, "witness") for file, name, old, new in OF_PRODUCT]

@@ -1,6 +1,7 @@
-"""Applies every deliberate break to a copy of the package and checks that the tests of this folder catch it.
+"""Applies every deliberate break to a copy of the package and checks that its tests catch it: those of this folder, or
+those of the witness, which compare a second path with the first one.
 
-    python tests/algorithms/run_mutations.py [part of a name …]
+    python tests/algorithms/run_mutations.py [part of a name …]          # for example: witness
 
 Prints one line for each break. The exit code is 1 if the tests pass despite a break, or if a break does not apply.
 Modules that are slow to import are imported once, and each break is then tested in a forked process of its own. All
@@ -23,21 +24,23 @@ from mutations import MUTATIONS, Mutation
 
 TESTS = Path(__file__).parent
 REPOSITORY = TESTS.parent.parent
-# importing their oracle libraries takes longer than running all other tests
-SLOW = {"test_liger_oracle.py", "test_torchrl_oracle.py"}
+# importing their libraries takes longer than running all other tests
+SLOW = {"test_liger_oracle.py", "test_torchrl_oracle.py", "test_plain_pass.py"}
 FIRST = ["test_preset_oracles.py", "test_off_policy_oracles.py", "test_axes_by_hand.py"]
 DEADLINE_S = 300
 NO_VERDICT = 70
 
 
-def files() -> list[str]:
-    """Returns the test files, starting with those that catch most breaks, because a run stops at its first failure."""
-    others = sorted(path.name for path in TESTS.glob("test_*.py") if path.name not in {*SLOW, *FIRST})
-    return [str(TESTS / name) for name in FIRST + others]
+def files(tests: str) -> list[str]:
+    """Returns the test files of a folder, starting with those that catch most breaks, because a run stops at its first
+    failure."""
+    found = sorted(path for path in (TESTS.parent / tests).glob("test_*.py") if path.name not in SLOW)
+    return [str(path) for path in sorted(found, key=lambda path: path.name not in FIRST)]
 
 
-def run_tests(package_root: Path, log: Path) -> int:
-    """Returns pytest's exit code from a forked process that imports the package from `package_root`."""
+def run_tests(package_root: Path, log: Path, tests: str) -> int:
+    """Returns pytest's exit code from a forked process that imports the package from `package_root`, and runs the tests
+    of a folder."""
     child = os.fork()
     if child == 0:
         code = NO_VERDICT
@@ -50,7 +53,7 @@ def run_tests(package_root: Path, log: Path) -> int:
             import asyncrl
 
             if asyncrl.__file__ is not None and Path(asyncrl.__file__).is_relative_to(package_root):
-                code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *files()]))
+                code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *files(tests)]))
             sys.stdout.flush()
         finally:
             os._exit(code)
@@ -81,18 +84,19 @@ def main(wanted: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         root, log = Path(folder).resolve(), Path(folder).resolve() / "log"
         shutil.copytree(REPOSITORY / "asyncrl", root / "asyncrl", ignore=shutil.ignore_patterns("__pycache__"))
-        if run_tests(root, log) != 0:
-            print(log.read_text())
-            print("the tests fail without a break")
-            return 1
+        for tests in sorted({mutation.tests for mutation in chosen}):
+            if run_tests(root, log, tests) != 0:
+                print(log.read_text())
+                print(f"the tests in tests/{tests} fail without a break")
+                return 1
         for mutation in chosen:
-            path = root / "asyncrl" / "algorithms" / mutation.file
+            path = root / "asyncrl" / mutation.file
             text = path.read_text()
             if text.count(mutation.old) != 1:
                 verdict, detail = "DOES NOT APPLY", f"{text.count(mutation.old)} occurrences in {mutation.file}"
             else:
                 path.write_text(text.replace(mutation.old, mutation.new))
-                code = run_tests(root, log)
+                code = run_tests(root, log, mutation.tests)
                 path.write_text(text)
                 # exit code 1 means that tests failed; any other code says nothing about the break
                 verdict, detail = ("caught", caught_by(log)) if code == 1 else ("SURVIVED", f"exit code {code}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import torch
-from learner_scenes import BufferRows, FakeTrainer, Scene, ids_of, meta_of, rows_of, skipped, trained
+from learner_scenes import TASKS, BufferRows, FakeTrainer, Scene, ids_of, meta_of, rows_of, skipped, trained
 from safetensors.torch import load_file, save_file
 
 from asyncrl.algorithms.interfaces import LossFunction
@@ -34,6 +34,7 @@ from asyncrl.learner.records import RunInfo, StepRecord, read_lines
 from asyncrl.learner.sample_records import Texts
 from asyncrl.learner.saving import Checkpoints, KeptSteps
 from asyncrl.learner.step import Stages
+from asyncrl.learner.trained_prompts import TrainedPrompts
 from asyncrl.ranks.batching import staleness_counts, without_stale
 from asyncrl.ranks.digest import tensor_digest
 from asyncrl.ranks.named_rows import LIMIT, MASKS_STALE
@@ -158,8 +159,9 @@ class AuditedRun(Scene):
         )
         machine = Machine(processor="abacus", ranks=1, threads=1, packages=packages)
         settings = dict(shared_config(self.config))
+        self.prompts = TrainedPrompts(TASKS)
         self.append_audit = self.run_dir.begin_audit(
-            Began(lineage=self.run_dir.lineage, settings=settings, machine=machine)
+            Began(lineage=self.run_dir.lineage, settings=settings, machine=machine, prompts=self.prompts.frequencies)
         )
 
     async def start(self) -> None:
@@ -205,6 +207,7 @@ class AuditedRun(Scene):
             publisher=self.publisher,
             heldout=self.heldout,
             checkpoints=self.checkpoints,
+            prompts=self.prompts,
             kept=KeptSteps(self.run_dir.path) if self.config.audit.keep_weights == "all" else None,
         )
 

@@ -26,7 +26,7 @@ from asyncrl.data_plane.rows import TRAIN_PARTITION
 from asyncrl.errors import RunError
 from asyncrl.generation.episodes import episode_rows, single_turn, version_spans
 from asyncrl.generation.interfaces import Completion
-from asyncrl.learner.audit_records import TrainedStep, records_path
+from asyncrl.learner.audit_records import TrainedStep, framed, read_records, records_path
 from asyncrl.learner.records import StepRecord, read_lines
 
 
@@ -89,6 +89,41 @@ async def test_the_command_prints_a_line_a_check_and_exits_by_the_verdict(tmp_pa
     damaged = CliRunner().invoke(app, ["audit", str(directory)])
     assert damaged.exit_code == 1
     assert "does not match its checksum" in damaged.output
+
+
+@pytest.mark.asyncio
+async def test_records_whose_settings_name_no_mixture_pass(tmp_path: Path) -> None:
+    directory = await record(tmp_path)
+    path = records_path(directory, 1)
+    found = read_records(path)
+    assert found.began is not None
+    settings = {key: value for key, value in found.began.settings.items() if key != "data.mixture"}
+    assert settings != found.began.settings
+    records = (msgspec.structs.replace(found.began, settings=settings), *found.records)
+    path.write_bytes(b"".join(map(framed, records)))
+    assert verdicts(directory) <= {Verdict.PASSED, Verdict.NOT_POSSIBLE}
+
+
+@pytest.mark.asyncio
+async def test_records_without_the_prompts_of_the_groups_pass(tmp_path: Path) -> None:
+    directory = await record(tmp_path)
+    [outcome, *_] = audit(directory)
+    assert "they had 12 different prompts, of 100 in the data" in outcome.detail, (
+        "groups 0 to 12 without the failed one"
+    )
+    path = records_path(directory, 1)
+    began, records = read_records(path).began, [*read_records(path).records]
+    frames = [framed(msgspec.structs.replace(began, prompts={}))]
+    for each in records:
+        if isinstance(each, TrainedStep):
+            raw = msgspec.msgpack.decode(msgspec.msgpack.encode(each))
+            raw[8] = [group[:7] for group in raw[8]]
+            frames.append(framed(raw))
+        else:
+            frames.append(framed(each))
+    path.write_bytes(b"".join(frames))
+    assert verdicts(directory) == {Verdict.PASSED, Verdict.NOT_POSSIBLE}
+    assert "their prompts were not recorded" in next(audit(directory)).detail
 
 
 @pytest.mark.asyncio

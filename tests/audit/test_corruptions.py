@@ -11,12 +11,13 @@ import xxhash
 from audited_run import STATE, changed, record, record_killed_run
 
 from asyncrl.audit.audit import audit
-from asyncrl.audit.history import Verdict
+from asyncrl.audit.history import Outcome, Verdict
 from asyncrl.buffer.ledger import Amount, Fate
 from asyncrl.buffer.records import VersionSpan
 from asyncrl.checkpoints.directory import MANIFEST, FileEntry, RunManifest
 from asyncrl.common.version import Version
 from asyncrl.learner.audit_records import TrainedGroup, TrainedStep
+from asyncrl.learner.records import EvalRecord
 from asyncrl.learner.saving import KeptSteps
 
 
@@ -77,6 +78,18 @@ def repeat_group(directory: Path) -> None:
         before, place = records[step_of(records, 3)], step_of(records, 4)
         groups = (before.groups[0], *records[place].groups[1:])
         records[place] = msgspec.structs.replace(records[place], groups=groups)
+
+    changed(directory, 2, edit)
+
+
+def repeat_prompt(directory: Path) -> None:
+    """Steps 3 and 4 train one prompt three times, and the data have no prompt so often."""
+
+    def edit(records: list[Any]) -> None:
+        for number in (3, 4):
+            place = step_of(records, number)
+            groups = tuple(msgspec.structs.replace(group, prompt=7) for group in records[place].groups)
+            records[place] = msgspec.structs.replace(records[place], groups=groups)
 
     changed(directory, 2, edit)
 
@@ -182,6 +195,8 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a published byte": (publish_otherwise, "4", "versions 1.2 and 2.2 have equal weights, but were published"),
     "a repeated sample": (repeat_sample, "1", "3 samples of group"),
     "a repeated group": (repeat_group, "1", "has two fates: trained by step 3, and trained by step 4"),
+    "a repeated prompt": (repeat_prompt, "1", "epoch 0 trained 1 prompts 2 times or more, but the data have 0 prompts"),
+    "a part of a mixture": (edit_group(lambda group: msgspec.structs.replace(group, part="b")), "1", "of the part 'b'"),
     "a dropped group": (drop_group, "1", "has no fate"),
     "a swapped checkpoint": (swap_checkpoints, "4", "is a checkpoint of version 2.4, not of step 2"),
     "a reordered step": (swap_steps, "4", "the record of step 4 stands where step 3 is expected"),
@@ -208,3 +223,24 @@ async def test_another_row_in_a_checkpoint_than_was_trained_is_found(tmp_path: P
     weights = next(outcome for outcome in audit(directory) if outcome.name == "4 weights")
     assert weights.verdict is Verdict.FAILED
     assert "has other rows of group" in weights.detail
+
+
+@pytest.mark.asyncio
+async def test_an_evaluation_that_leaves_prompts_out_is_found(tmp_path: Path) -> None:
+    directory = await record(tmp_path)
+    evals = directory / "evals.jsonl"
+
+    def ledger() -> Outcome:
+        return next(outcome for outcome in audit(directory) if outcome.name == "2 ledger")
+
+    whole = EvalRecord(version=0, wall_s=1, asked=8, prompts=6, failed=2, reward_mean=0.5)
+    of_before = msgspec.structs.replace(whole, asked=None, prompts=5)
+    evals.write_bytes(msgspec.json.encode(whole) + b"\n" + msgspec.json.encode(of_before) + b"\n")
+    assert ledger().verdict is Verdict.PASSED
+    assert "; 1 evaluations have an answer or a failure of each prompt" in ledger().detail
+    evals.write_bytes(msgspec.json.encode(msgspec.structs.replace(whole, prompts=5)) + b"\n")
+    assert ledger().verdict is Verdict.FAILED
+    words = "the evaluation heldout of step 0 asked 8 prompts, but it has 5 with a reward and 2 that failed"
+    assert words in ledger().detail
+    evals.write_bytes(b"{\n{\n")
+    assert ledger().verdict is Verdict.FAILED

@@ -48,7 +48,7 @@ PAGE = REPOSITORY / "docs" / "guarantees.md"
 MARKS = ("<!-- the table of faults: tests/campaign/run_faults.py --write -->", "<!-- end of the table of faults -->")
 MODEL = REPOSITORY / "models" / "fault-campaign"
 HEALTHY, NOT_FOUND = "healthy", "not found"
-CHECKS = ("counts", "rows", "advantages", "bounds", "coefficients", "gradient", "optimizer", "frozen")
+CHECKS = ("counts", "prompts", "rows", "advantages", "bounds", "coefficients", "gradient", "optimizer", "frozen")
 FINDERS = (*CHECKS, "parity", "probe", "live parameters", "audit", "error", NOT_FOUND)
 DTYPES = ("float32", "bfloat16")
 SETTINGS = (
@@ -219,10 +219,11 @@ def ran(fault: Fault, dtype: str, *, copy: Path, version: str) -> Result:
         steps = folder / fault.name / "steps.jsonl"
         at: int | None = len(steps.read_text().splitlines()) if steps.is_file() else 0
         if found_by == NOT_FOUND:
-            at, (status, output) = None, called(["audit", str(folder / fault.name)], cwd=copy, limit_s=AUDIT_S)
+            asked = ["audit", str(folder / fault.name), *(["--witness-steps", "4"] if keeps else [])]
+            at, (status, output) = None, called(asked, cwd=copy, limit_s=AUDIT_S)
             if status:
                 found_by = "audit"
-                words = next((line for line in output.splitlines() if line.startswith("failed")), output[-200:])
+                words = next((line for line in output.splitlines() if line.startswith("FAILED")), output[-200:])
         elif (named := STEP.search(words)) is not None:
             at = int(named[1])
     finally:

@@ -18,6 +18,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.row_bytes import bytes_per_token, worst_case_group_bytes
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
+from asyncrl.data.row_checksums import prompt_checksum
 from asyncrl.data.specs import GENERATED_FIELDS, SUPPORT
 from asyncrl.data_plane.codec import Picked, decode, encode
 from asyncrl.environments.scores import Score
@@ -55,6 +56,7 @@ def finished(rewards: list[Score], episodes: list[Episode]) -> FinishedGroup:
 def test_a_group_of_empty_completions_is_as_old_as_its_ticket_and_has_no_token() -> None:
     group = finished([0.0, 0.0], episodes(completion(), completion()))
     assert (group.meta.oldest, group.meta.newest, group.meta.generated_tokens) == (7, 7, 0)
+    assert group.meta.prompt == prompt_checksum("q")
     assert group.rows["input_lengths"].tolist() == [2, 2]
     assert not group.rows["token_mask"].any()
 

@@ -6,6 +6,7 @@ tokens under the weights of their versions. One group of each step is one versio
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from asyncrl.audit.audit import checked
 from asyncrl.audit.chain import saved_digest
 from asyncrl.audit.history import Outcome, Verdict, read_history
 from asyncrl.audit.replay import steps_replay
+from asyncrl.audit.witnessed import steps_witnessed
 from asyncrl.buffer.ledger import Amount, LedgerEntry
 from asyncrl.buffer.records import Lease, LeasedGroup, Ticket, VersionSpan
 from asyncrl.common.version import Lineage, Version
@@ -70,7 +72,9 @@ def run(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
         try:
             policy.start()
             policy.prepare_step(4, 2)
-            records += recorded_steps(policy, config, KeptSteps(directory))
+            kept = KeptSteps(directory)
+            kept.keep_model(Path(config.model.path), with_weights=False)
+            records += recorded_steps(policy, config, kept)
         finally:
             policy.shutdown()
     path = records_path(directory, 1)
@@ -139,6 +143,18 @@ def test_the_steps_of_a_run_are_computed_again_bit_by_bit(run: Path) -> None:
     assert outcome.verdict is Verdict.PASSED, outcome.detail
     assert outcome.detail.startswith(f"{STEPS} steps computed again")
     assert f"{STEPS * 6 - 1} tokens were scored again" in outcome.detail, "the masked token was not trained"
+
+
+def test_the_steps_of_the_ranks_are_those_of_a_plain_computation(run: Path) -> None:
+    check = partial(steps_witnessed, steps=STEPS, progress=lambda text: None)
+    outcome = checked("6", check, read_history(run))
+    assert outcome.verdict is Verdict.PASSED, outcome.detail
+    found = outcome.witnessed
+    assert found is not None
+    assert found.optimizer_steps == (0, 1, 2)
+    numbers = {each.check: each.number for each in found.comparisons}
+    assert numbers["counts"] == STEPS * 6 - 1, "the masked token was not trained"
+    assert numbers["gradient"] == STEPS
 
 
 def test_a_version_whose_weights_did_not_sample_the_token_is_found(run: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from own_losses import HEALTHY, MISTAKEN
 from tiny_groups import make_model
 from witness_scenarios import FAULTS, MODES, run_rank
 
@@ -42,6 +43,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
 def check_healthy(results: dict[str, Any], *, steps: int) -> None:
     healthy = {name: found for name, found in results.items() if name.split()[0] in MODES}
     assert len(healthy) == steps
+    # its gate has a budget, whose bound depends on all tokens of the step
+    assert all("bounds" in found for name, found in healthy.items() if name.endswith(" m2po"))
     for name, found in healthy.items():
         assert set(found) >= {"counts", "rows", "advantages", "coefficients", "optimizer"}, name
         for check, ratio in found.items():
@@ -50,7 +53,7 @@ def check_healthy(results: dict[str, Any], *, steps: int) -> None:
     assert sum("gradient" in found for found in healthy.values()) > 0.8 * steps
 
 
-@pytest.mark.parametrize(("world", "steps"), [(1, len(PRESETS) + 5 * 3), (2, 6 * 3)])
+@pytest.mark.parametrize(("world", "steps"), [(1, len(PRESETS) + 5 * 4), (2, 6 * 4)])
 def test_healthy_updates_pass(results: dict[int, dict[str, Any]], world: int, steps: int) -> None:
     check_healthy(results[world], steps=steps)
 
@@ -76,6 +79,43 @@ def test_a_failed_check_ends_the_step_before_the_optimizer(results: dict[int, di
     assert found["unchanged"]
     assert all(ratio < 0.7 for ratio in found["after"].values()), "the ranks stay usable"
     assert found["nonfinite"] == (True, {}), "a step that is not finite is skipped, and not witnessed"
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("mode", ["packed", "padded"])
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_loss_of_the_users_own_passes_and_the_kind_of_its_witness_is_known(
+    results: dict[int, dict[str, Any]], world: int, mode: str, name: str
+) -> None:
+    found, (_, kind) = results[world][f"own {mode}: {name}"], HEALTHY[name]
+    if name != "pairwise" or mode == "packed":  # padded micro-batches divide the group
+        assert found["coefficients"].kind == kind
+    assert all(finding.ratio < 0.7 for finding in found.values())
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("mode", ["packed", "padded"])
+@pytest.mark.parametrize("name", MISTAKEN)
+def test_a_mistake_in_a_loss_of_the_users_own_is_found(
+    results: dict[int, dict[str, Any]], world: int, mode: str, name: str
+) -> None:
+    found = results[world][f"own {mode}: {name}"]
+    finding = found["coefficients"]
+    assert finding.failed
+    assert not any(other.failed for check, other in found.items() if check != "coefficients"), "one error is enough"
+    assert MISTAKEN[name][1] in finding.message
+    assert "It is a bug of your function, or of asyncrl" in finding.message
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_witnessed_step_trains_as_another_one_and_skips_what_is_not_finite(
+    results: dict[int, dict[str, Any]], world: int
+) -> None:
+    assert results[world]["untouched"], "a loss that changes its rows finds those of the step"
+    assert results[world]["overflow"], "infinite gradients skip the step"
+    for mode in ("packed", "padded"):
+        found = results[world][f"random, not drawn: {mode}"]
+        assert not any(finding.failed for finding in found.values()), "a random loss has no two equal passes"
 
 
 def test_the_numbers_of_a_step_have_every_check() -> None:

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import msgspec
 import torch
+from own_losses import HEALTHY, MISTAKEN, ChangesItsRows, Overflows, Random
 from rounding import SMOOTH_OPTIMIZER
 from tiny_groups import STEP, join, make_config, make_groups
 from torch.distributed import FileStore
@@ -25,6 +26,7 @@ from asyncrl.policy import micro_batch
 from asyncrl.policy.step_loss import needs_proximal, needs_reference
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks import worker as worker_module
+from asyncrl.ranks.gather import reshard
 from asyncrl.ranks.plan import PlannedUpdate
 from asyncrl.ranks.report import StepReport, step_report
 from asyncrl.ranks.witnessed import WITNESS
@@ -78,14 +80,24 @@ def step(policy: PolicyWorker, name: str) -> Ratios:
 
 
 def reported(policy: PolicyWorker, name: str, data: BatchedDataDict) -> StepReport:
-    loss = ObjectiveLoss(objective_of(name))
+    return trained_with(policy, ObjectiveLoss(objective_of(name)), data)
+
+
+def without_drawn_rows() -> BatchedDataDict:
+    data = batch()
+    data[WITNESS] = torch.full((data.size,), -1)
+    return data
+
+
+def trained_with(policy: PolicyWorker, loss: Any, data: BatchedDataDict, *, witnessed: bool = True) -> StepReport:
     shard = data.shard_by_batch_size(policy.world_size, allow_uneven_shards=True)[policy.rank]
     if needs_reference(loss):
         shard["reference_policy_logprobs"] = policy.get_reference_policy_logprobs(shard)["reference_logprobs"]
     if needs_proximal(loss, updates=1):
         shard["prev_logprobs"] = policy.get_logprobs(shard)["logprobs"]
     rows = -(-data.size // policy.world_size)
-    record = policy.train(shard, loss, rows_per_update=rows, step=STEP, witness=request_of(data))
+    request = request_of(data) if witnessed else None
+    record = policy.train(shard, loss, rows_per_update=rows, step=STEP, witness=request)
     return step_report(policy.gather(record))
 
 
@@ -230,7 +242,24 @@ def younger(prepared: Any) -> Any:
 
 def norm_too_small(policy: PolicyWorker) -> Any:
     clip = policy._accelerator.clip_grad_norm_
-    return patch.object(policy._accelerator, "clip_grad_norm_", lambda *args: 0.98 * clip(*args))
+    return patch.object(policy._accelerator, "clip_grad_norm_", lambda *args: 0.9 * clip(*args))
+
+
+@contextmanager
+def reference_trained(policy: PolicyWorker) -> Iterator[None]:
+    """The weights of the reference are halved after they were loaded."""
+
+    def scaled_by(factor: float) -> None:
+        reshard(policy._reference())
+        with torch.no_grad():
+            for parameter in policy._reference().parameters():
+                parameter.mul_(factor)
+
+    scaled_by(0.5)
+    try:
+        yield
+    finally:
+        scaled_by(2.0)
 
 
 def of_live_weights(_: Any) -> Any:
@@ -267,7 +296,7 @@ FAULTS: Mapping[str, tuple[str, Callable[[PolicyWorker], Any]]] = {
         "rows",
         lambda _: replaced(PolicyWorker, "get_reference_policy_logprobs", of_live_weights),
     ),
-    "the reference is trained": ("rows", lambda policy: patch.object(policy, "_first_weights", policy.model)),
+    "the reference is trained": ("rows", reference_trained),
     "other log-probs of the start": ("rows", lambda _: replaced(PolicyWorker, "get_logprobs", warmer)),
     "tokens count as younger": ("coefficients", lambda _: replaced(PolicyWorker, "_prepared", younger)),
 }
@@ -300,7 +329,7 @@ def run_rank(rank: int, world_size: int, folder: Path, every: bool = False) -> N
         for dtype in ("float32", "bfloat16"):
             policy = worker(f"{mode} {dtype}", dtype=dtype, **learner)
             all_of_them = every or (world_size, mode, dtype) == (1, "packed", "float32")
-            names = PRESETS if all_of_them else ("decoupled_icepop", "grpo", "gspo")
+            names = PRESETS if all_of_them else ("decoupled_icepop", "grpo", "gspo", "m2po")
             for name in names:
                 results[f"{mode} {dtype} {name}"] = step(policy, name)
             policy.close()
@@ -314,6 +343,20 @@ def run_rank(rank: int, world_size: int, folder: Path, every: bool = False) -> N
             results[f"fault: {name}"] = step(policy, OBJECTIVES.get(name, "decoupled_icepop"))
         results[f"after: {name}"] = step(policy, "decoupled_icepop")
     policy.close()
+    for mode in ("packed", "padded"):
+        policy = worker(f"own {mode}", **MODES[mode])
+        for name, (loss, _) in {**HEALTHY, **MISTAKEN}.items():
+            results[f"own {mode}: {name}"] = dict(trained_with(policy, loss, batch()).findings)
+        results[f"random, not drawn: {mode}"] = dict(trained_with(policy, Random(), without_drawn_rows()).findings)
+        policy.close()
+    digests = set()
+    for witnessed in (False, True):
+        policy = worker(f"untouched {witnessed}", batching="packed", micro_batch_tokens=24)
+        trained_with(policy, ChangesItsRows(), batch(), witnessed=witnessed)
+        digests.add(sum(policy.gather(policy.weights_digest())))
+        results["overflow"] = trained_with(policy, Overflows(), batch()).skipped
+        policy.close()
+    results["untouched"] = len(digests) == 1
     results["stopped"] = _stopped(worker("stopped", on_failure="stop", **MODES["packed"]))
     (folder / f"results-{world_size}-{rank}.pkl").write_bytes(pickle.dumps(results))
 

@@ -26,7 +26,7 @@ from asyncrl.coordinator.registry import ReplicaReport
 from asyncrl.coordinator.status import RunSnapshot, RunStatus
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
-from asyncrl.data.row_checksums import row_checksums
+from asyncrl.data.row_checksums import prompt_checksum, row_checksums
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.rows import TRAIN_PARTITION, Rows
 from asyncrl.data_plane.sample_ids import group_of, samples_of
@@ -42,6 +42,7 @@ from asyncrl.learner.records import EvalRecord, RecordSink, RunTotals, SampleRec
 from asyncrl.learner.sample_records import Texts
 from asyncrl.learner.saving import Checkpoints
 from asyncrl.learner.step import Stages
+from asyncrl.learner.trained_prompts import TrainedPrompts
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.tq_policy import STEP_FIELDS
@@ -146,17 +147,19 @@ class FakePublisher:
         self.history: list[Version] = []
         self.fails_at: int | None = None
         self.trouble = ""
+        self.changed: float | None = None
 
     @property
     def published(self) -> Version | None:
         return self.history[-1] if self.history else None
 
-    async def publish(self, version: Version) -> None:
+    async def publish(self, version: Version) -> float | None:
         await self.settle()
         if version.step == self.fails_at:
             raise OSError(f"no room for version {version}")
         self.history.append(version)
         self._under_way = version
+        return self.changed
 
     async def settle(self) -> None:
         if self._under_way is not None:
@@ -364,7 +367,12 @@ class Scene:
     ) -> None:
         self.group = group or {}
         defaults: dict[str, Any] = {
-            "learner": {"groups_per_step": GROUPS_PER_STEP, "group_size": GROUP_SIZE, "total_steps": 3},
+            "learner": {
+                "groups_per_step": GROUPS_PER_STEP,
+                "group_size": GROUP_SIZE,
+                "total_steps": 3,
+                "optimizer": {"learning_rate": 1e-3, "warmup_steps": 0, "schedule": "constant"},
+            },
             "staleness": {"max_versions": 1},
             "eval": {"prompts": 4},
             "witness": {"every_steps": 0},  # the trainer's numbers are made up
@@ -436,6 +444,7 @@ class Scene:
             publisher=self.publisher,
             heldout=self.heldout,
             checkpoints=self.checkpoints,
+            prompts=TrainedPrompts(TASKS[:prompts]),
         )
 
     async def run(self) -> RunTotals:
@@ -539,4 +548,5 @@ def meta_of(ticket: Ticket) -> GroupMeta:
         mid_sequence_updates=1,
         version_spans=tuple(version_spans([ticket.version] * tokens) for tokens in range(1, GROUP_SIZE + 1)),
         row_checksums=tuple(row_checksums(rows_of(ticket))),
+        prompt=prompt_checksum(ticket.task.input),
     )

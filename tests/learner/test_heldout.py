@@ -243,6 +243,7 @@ async def test_every_set_is_evaluated_each_time_as_it_says() -> None:
     assert [(record.name, record.step) for record in scene.log.evals] == [
         (name, step) for step in (0, 2, 4) for name in ("heldout", "sums")
     ]
+    assert [record.asked for record in scene.log.evals[:2]] == [4, 3]
     own, sums = scene.log.evals[:2]
     assert (own.reward_mean, own.samples, own.pass_at) == (0.25, 1, {})
     assert (sums.reward_mean, sums.samples, sums.pass_at, sums.prompts) == (0.25, 2, {1: 0.5, 2: 1.0}, 3)

@@ -381,7 +381,7 @@ async def test_tokens_beyond_the_parity_tolerance_stop_the_run_before_the_ack() 
 async def test_an_alarm_about_parity_is_logged_and_shown_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     scene = Scene(weights={"on_parity_failure": "alarm"})
     scene.trainer.answers = [trained(), trained(), trained(on_policy_tokens=5, on_policy_parity_max_nats=0.5)]
-    with caplog.at_level(logging.ERROR, logger="asyncrl.learner.loop"):
+    with caplog.at_level(logging.ERROR, logger="asyncrl.learner.step_checks"):
         await scene.run()
     assert [record for record in caplog.messages if "is 0.5 nats" in record]
     assert scene.metrics.registry.get_sample_value("asyncrl_weight_parity_nats") == 0.5
@@ -533,3 +533,30 @@ async def test_weights_that_the_generators_need_are_published_while_the_learner_
     await scene.run()
     assert history[1] == [Version(1, 0)], "the ack does not publish"
     assert history[2] == [Version(1, 0), Version(1, 1)], "published while the groups of the next step are generated"
+
+
+@pytest.mark.asyncio
+async def test_published_weights_that_hardly_change_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = {"learning_rate": 1e-3, "warmup_steps": 0}
+    scene = Scene(learner={"total_steps": 5, "optimizer": optimizer}, model={"dtype": "bfloat16"})
+    scene.trainer.answers = [
+        trained(weights_after=1, learning_rate=4e-4),  # the schedule's rate is low
+        trained(),  # the weights did not move
+        *[trained(weights_after=1)] * 3,
+    ]
+    scene.publisher.changed = 0.0005
+    await scene.run()
+    [words] = [message for message in caplog.messages if "have other bits than before" in message]
+    assert words.startswith("step 2: 0.05 % of the published weights")
+    assert "model.dtype = bfloat16" in words
+    assert "learner.optimizer.learning_rate (0.001)" in words
+    assert [step.diagnostics["published_bits_ratio"] for step in scene.log.steps] == [0.0005] * 5
+
+
+@pytest.mark.asyncio
+async def test_published_weights_that_change_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene(learner={"total_steps": 2})
+    scene.trainer.answers = [trained(weights_after=1)] * 2
+    scene.publisher.changed = 0.01
+    await scene.run()
+    assert "have other bits" not in caplog.text

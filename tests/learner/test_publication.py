@@ -17,7 +17,7 @@ from asyncrl.learner import publication
 from asyncrl.learner.publication import MOST_REPEATS, Publisher
 from asyncrl.learner.recording import described_metrics
 from asyncrl.weights.manifest import Bucket, Link, Manifest
-from asyncrl.weights.publisher import DeliveredBucket
+from asyncrl.weights.publisher import ChangedElements, DeliveredBucket
 
 
 class Ranks:
@@ -34,13 +34,17 @@ class Ranks:
         self.whole: list[bool] = []
         self.links: dict[int, list[int]] = {}
 
-    def call(self, function: Any, entries: Any, probe_tokens: Any, slot: int) -> list[list[list[float]]]:
+    def call(self, function: Any, entries: Any, probe_tokens: Any, slot: int) -> list[Any]:
         assert slot not in self.sending, "a snapshot that is being sent must not change"
         assert slot in (0, 1), "memory for two snapshots"
         self.used.append(slot)
         self.slots[slot] = self.taken
         self.taken += 1
-        return [[]]
+        return (
+            [([[-1.0]], ChangedElements(1.0, 30)), ([], ChangedElements(2.0, 10))]
+            if self.taken > 1
+            else [([], None)] * 2
+        )
 
     def beside(
         self, lane: str, method: Any, transport: Any, slot: int, version: Version, previous: Version | None, whole: bool
@@ -146,6 +150,15 @@ async def test_versions_are_delivered_in_order_each_with_its_own_snapshot() -> N
     assert scene.deleted == [0, 1, 4, 5, 6, 7, 8, 9], "the transport keeps what the weight store offers"
     assert scene.ranks.used == [0, 1, 0, 1], "the snapshot before stays whole, because replicas may still read it"
     assert scene.ranks.previous == [None, *(Version(1, step) for step in range(3))]
+
+
+@pytest.mark.asyncio
+async def test_a_publication_has_the_share_of_changed_elements_of_all_ranks() -> None:
+    scene = Scene()
+    assert await scene.publisher.publish(Version(1, 0)) is None
+    assert await scene.publisher.publish(Version(1, 1)) == 3 / 40
+    await scene.publisher.settle()
+    assert scene.stored[-1].probe.logprobs == ((-1.0,),), "the probe is that of the first rank"
 
 
 @pytest.mark.asyncio

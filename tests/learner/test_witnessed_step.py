@@ -1,5 +1,7 @@
 """The learner asks the witness about a drawn group, and ends a run whose counts are not those of the lease."""
 
+import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -7,12 +9,23 @@ import pytest
 import torch
 from learner_scenes import GROUP_SIZE, Scene, trained
 
+from asyncrl.algorithms.advantages import Samples, compute_advantages, resolve_estimator
 from asyncrl.algorithms.token_estimators import DiscountedReturns
+from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import WitnessFailed
-from asyncrl.learner.witnessed_step import Witnessed, is_witnessed, token_columns, token_findings
+from asyncrl.learner.witnessed_step import (
+    GROUPS_EXCHANGED,
+    Witnessed,
+    is_witnessed,
+    token_columns,
+    token_findings,
+    with_groups_exchanged,
+    without_formula,
+)
 from asyncrl.value.estimators import GAE
 from asyncrl.witness.judge import Finding, Request
+from asyncrl.witness.step import Completion
 
 
 @pytest.mark.asyncio
@@ -21,7 +34,6 @@ async def test_the_first_step_and_every_nth_one_are_witnessed() -> None:
     await scene.run()
     assert [request is not None for request in scene.trainer.requests] == [True, False, True, False, True]
     assert ["witness" in fields for fields in scene.trainer.fields] == [True, False, True, False, True]
-    assert [request.every_part for request in scene.trainer.requests if request] == [True, False, False]
     assert [is_witnessed(3, first=first, config=scene.config) for first in (True, False)] == [True, False]
 
 
@@ -69,6 +81,30 @@ async def test_a_step_that_does_not_train_its_lease_is_named(
     await scene.run()
     assert words in caplog.text
     assert [step.diagnostics["witness_counts_ratio"] > 1 for step in scene.log.steps] == [True, True]
+
+
+@pytest.mark.asyncio
+async def test_each_micro_batch_is_passed_alone_until_a_step_had_a_gradient() -> None:
+    scene = Scene(witness={"every_steps": 1}, learner={"total_steps": 4})
+    gradient = {"gradient": Finding(check="gradient", ratio=0.1)}
+    scene.trainer.answers = [trained(), trained(findings=gradient), trained(), trained()]
+    await scene.run()
+    assert [request.every_part for request in scene.trainer.requests if request] == [True, True, False, False]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("warmup_steps", [0, 2])
+async def test_the_rate_of_a_step_is_that_of_the_schedule_at_its_own_number(
+    warmup_steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer = {"learning_rate": 1e-3, "warmup_steps": warmup_steps, "schedule": "constant"}
+    scene = Scene(witness={"every_steps": 0}, learner={"total_steps": 3, "optimizer": optimizer})
+    rates = [1e-3 * min(1.0, (step + 1) / max(warmup_steps, 1)) for step in range(3)]
+    scene.trainer.answers = [trained(learning_rate=rate) for rate in (*rates[:2], 1.01 * rates[2])]
+    await scene.run()
+    [words] = [message for message in caplog.messages if "`optimizer` found" in message]
+    assert words.startswith("step 2: ")
+    assert "the step had the learning rate 0.00101, and its schedule gives 0.001;" in words
 
 
 @pytest.mark.asyncio
@@ -133,6 +169,108 @@ def test_returns_of_a_critic_are_compared_as_they_are() -> None:
     assert [finding.failed for finding in token_findings(drawn((1.0,)), rows, gae)] == [False, True]
 
 
-def test_an_estimator_of_the_users_own_has_no_formula() -> None:
+# Estimators as users write them.
+
+
+def of_groups(rewards: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    same = (ids.unsqueeze(0) == ids.unsqueeze(1)).float()
+    centred = rewards - same @ rewards / same.sum(1)
+    return centred / ((same @ centred**2 / same.sum(1)).sqrt() + 1e-6)
+
+
+def of_batch(rewards: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+
+
+def of_places(rewards: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The groups of a run are next to each other and have the same size."""
+    return (rewards.view(-1, 4) - rewards.view(-1, 4).mean(1, keepdim=True)).flatten()
+
+
+def ranked(samples: Samples) -> torch.Tensor:
+    """Equal rewards of a group are ranked by their places."""
+    by_reward = samples.rewards_N.argsort(stable=True)
+    order = by_reward[samples.group_ids_N[by_reward].argsort(stable=True)]
+    ranks = torch.zeros(len(order))
+    ranks[order] = torch.arange(len(order)).float() % 4
+    return ranks - ranks.mean()
+
+
+def of_wrong_places(rewards: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return (rewards.view(-1, 8) - rewards.view(-1, 8).mean(1, keepdim=True)).flatten()
+
+
+def of_neighbours(rewards: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return of_groups(rewards, ids // 2)
+
+
+def noisy(rewards: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return rewards + torch.rand(len(rewards))
+
+
+def completions() -> list[Completion]:
+    """Returns eight groups of four samples. All rewards of the first group are equal."""
+    draw = random.Random(3)
+    rewards = [
+        [0.7] * 4 if group == 10 else [draw.choice([0.0, 0.1, 1.0]) for _ in range(4)] for group in range(10, 18)
+    ]
+    return [
+        Completion(group=10 + i, reward=reward, tokens=5, stale=0, truncated=False, components={"right": reward})
+        for i, of_group in enumerate(rewards)
+        for reward in of_group
+    ]
+
+
+def exchanged(function: Callable[..., torch.Tensor]) -> tuple[list[float], list[float] | None]:
+    """Returns the advantages of an estimator, and those with exchanged groups."""
+    found, estimator = completions(), resolve_estimator(function)
+    samples = Samples(
+        rewards_N=torch.tensor([completion.reward for completion in found]),
+        group_ids_N=torch.tensor([completion.group for completion in found]),
+    )
+    usual = compute_advantages(estimator, samples).tolist()
+    return usual, with_groups_exchanged(estimator, found, config=Config(), draw=random.Random(1))
+
+
+@pytest.mark.parametrize("function", [of_groups, of_batch, of_places, ranked])
+def test_advantages_of_a_users_estimator_do_not_depend_on_the_order_of_the_groups(
+    function: Callable[..., torch.Tensor],
+) -> None:
+    usual, found = exchanged(function)
+    assert found is not None
+    assert found == pytest.approx([0.0] * 4 + usual[4:], abs=1e-5), "equal rewards are not compared"
+
+
+@pytest.mark.parametrize("function", [of_wrong_places, of_neighbours])
+def test_an_estimator_that_mixes_groups_gives_other_advantages(function: Callable[..., torch.Tensor]) -> None:
+    usual, found = exchanged(function)
+    assert found is not None
+    apart = [abs(a - b) > 0.01 for a, b in zip(usual[4:], found[4:], strict=True)]
+    assert sum(apart) > 0.5 * len(apart)
+
+
+def test_an_estimator_that_gives_other_advantages_in_each_call_is_not_witnessed() -> None:
+    assert exchanged(noisy)[1] is None
+
+
+@pytest.mark.asyncio
+async def test_a_run_with_functions_of_its_own_knows_how_they_are_witnessed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    advantage = f"{__name__}:of_groups"
+    scene = Scene(witness={"every_steps": 1}, learner={"total_steps": 1}, algorithm={"advantage": advantage})
+    finding = Finding(check="coefficients", ratio=0.0, kind="own function, each sample alone")
+    scene.trainer.answers = [trained(findings={"coefficients": finding})]
+    await scene.run()
+    [request] = scene.trainer.requests
+    assert request is not None
+    assert request.advantages == pytest.approx((-1.0, 1.0), abs=1e-5)
+    assert request.advantages_by == GROUPS_EXCHANGED
+    assert f"no formula for algorithm.advantage = {advantage}" in caplog.text
+    assert [step.witness for step in scene.log.steps] == [{"coefficients": "own function, each sample alone"}]
+    [words] = without_formula(of_groups, Config())
+    assert "no formula for algorithm.loss" in words
+
+
+def test_an_estimator_that_cannot_be_called_again_has_no_outcomes() -> None:
     own = replace(drawn((1.0, -2.0)), outcomes=None)
     assert token_findings(own, BatchedDataDict(), DiscountedReturns()) == []

@@ -149,7 +149,7 @@ def test_the_replay_of_an_own_loss_or_advantage_needs_trust(
         raise NotPossible("trusted")
 
     sent(run, CODE[key])
-    monkeypatch.setattr(replay, "KeptSteps", lambda _: SimpleNamespace(versions=lambda: [1]))
+    monkeypatch.setattr(replay, "kept_steps", lambda _: None)
     monkeypatch.setattr(replay, "_check_same_conditions", trusted)
     history: Any = SimpleNamespace(directory=run, steps=[])
     with pytest.raises(NotPossible, match=rf"names code, .*here: {key} = {MODULE}:f; if you trust it, pass --trust$"):
@@ -164,7 +164,7 @@ def test_a_replay_that_does_not_import_the_code_needs_no_trust(
     key: str, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent(run, CODE[key])
-    monkeypatch.setattr(replay, "KeptSteps", lambda _: SimpleNamespace(versions=lambda: [1]))
+    monkeypatch.setattr(replay, "kept_steps", lambda _: None)
     monkeypatch.setattr(replay, "_check_same_conditions", lambda *_: (_ for _ in ()).throw(NotPossible("goes on")))
     with pytest.raises(NotPossible, match=r"^goes on$"):
         replay.steps_replay(SimpleNamespace(directory=run, steps=[]))  # type: ignore[arg-type]

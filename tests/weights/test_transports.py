@@ -22,7 +22,14 @@ from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, FetchFailed, ManifestVoid, WeightError, WeightsDamaged
 from asyncrl.weights.manifest import Bytes, Manifest, ParameterSpec, Probe, check_layout, layout
-from asyncrl.weights.publisher import MOST_BUCKETS, DeliveredBucket, Snapshot, deliver, snapshot_of
+from asyncrl.weights.publisher import (
+    MOST_BUCKETS,
+    DeliveredBucket,
+    Snapshot,
+    changed_elements,
+    deliver,
+    snapshot_of,
+)
 from asyncrl.weights.staging import Part, StagedWeights
 from asyncrl.weights.store import WeightStore
 from asyncrl.weights.tensor_views import view_of
@@ -422,6 +429,27 @@ def test_a_snapshot_reuses_the_memory_of_another_one(shared: bool) -> None:
     assert again.shared is first.shared
     assert (first.shared is not None) is shared
     assert again.memory[:24].view(np.float32).tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_elements_that_changed_between_two_snapshots_are_estimated(dtype: torch.dtype) -> None:
+    name, size = str(dtype).removeprefix("torch."), dtype.itemsize
+    specs = [ParameterSpec("a", (64, 64), name, 4096 * size), ParameterSpec("b", (3,), name, 3 * size)]
+
+    def taken(a: torch.Tensor, b: torch.Tensor) -> Snapshot:
+        return snapshot_of([("a", 0, a), ("b", 0, b)], layout(specs), bucket_bytes=100)
+
+    ones = torch.ones(64, 64)
+    before = taken(ones, torch.ones(3))
+    columns = ones.clone()
+    columns[:, :16] += 1.0
+    found = changed_elements(taken(columns, torch.tensor([1.0, 2.0, 1.0])), before)
+    assert found is not None
+    assert found.elements == 4099
+    assert found.changed == pytest.approx(1025, rel=0.02), "a quarter of a, and one element of b"
+    moved = changed_elements(taken(ones + 1e-4, torch.ones(3)), before)
+    assert moved == (4096.0 if dtype is torch.float32 else 0.0, 4099), "a change below the precision has the same bits"
+    assert changed_elements(snapshot_of([("a", 0, ones)], layout(specs), bucket_bytes=100), before) is None
 
 
 def test_a_large_model_has_larger_buckets_instead_of_more() -> None:

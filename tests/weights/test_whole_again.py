@@ -70,11 +70,11 @@ class Learner:
 
     async def call(self, method: Any, version: Version) -> None: ...
 
-    def _take(self, method: Any, entries: Any, probe_tokens: Any, slot: int) -> list[list[list[float]]]:
+    def _take(self, method: Any, entries: Any, probe_tokens: Any, slot: int) -> list[Any]:
         a, b = self.weights.values()
         shards = ([("a", 0, a[:ROWS])], [("a", ROWS * a.shape[1], a[ROWS:]), ("b", 0, b)])
         self.snapshots[slot] = [snapshot_of(each, entries, bucket_bytes=400) for each in shards]
-        return [[]]
+        return [([], None)]
 
     def _deliver(
         self, lane: str, method: Any, transport: Any, slot: int, version: Version, previous: Version | None, whole: bool

@@ -35,7 +35,7 @@ def test_an_element_steps_as_in_torch() -> None:
         after = weights.detach().double().tolist()
         for found, least, most in ((rate, 0.0, 0.5), (1.01 * rate, 1.0, 1e9)):
             apart = [
-                difference(element, stepped(element, SECTION, rate=found, norm=norm), value)
+                difference(element, stepped(element, SECTION, rate=found, norm=norm), value, rate=rate)
                 for element, value in zip(before, after, strict=True)
             ]
             assert least <= max(apart) <= most, "a rate that is 1 % too high is found, and the right one is not"

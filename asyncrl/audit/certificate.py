@@ -1,0 +1,192 @@
+"""The file `certificate.json`: what an audit checked and found, for a reader who has neither the run nor these docs."""
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.audit.comparisons import Comparison, PlainComputation
+from asyncrl.audit.history import History, Outcome, Verdict
+from asyncrl.deployment.run_dir import installed_version, processor, provenance
+from asyncrl.learner.audit_records import AUDIT
+from asyncrl.learner.records import known_info
+from asyncrl.run_files import UNREADABLE, read
+
+NAME = "certificate.json"
+_SHOWN = (
+    *("model.", "algorithm.", "learner.optimizer.", "staleness."),
+    *(f"learner.{name}" for name in ("total_steps", "groups_per_step", "group_size", "updates_per_step", "ranks")),
+    *("run.seed", "environment.name", "data.dataset", "data.path", "data.seed", "data.epochs"),
+    *(f"generator.{name}" for name in ("temperature", "top_k", "top_p", "min_p", "max_completion_tokens")),
+)
+"""Settings that say what was trained and how. No option of an environment is among them, nor an address."""
+_WORDS = {
+    "step": "one step of training; the first one is step 0",
+    "group, sample": "a group has a prompt and all samples (completions) of it; both count from 0",
+    "nats": "the unit of natural logarithms of probabilities",
+    "version": "the weights after so many steps",
+    "issued, fate": (
+        "a prompt is issued when a generator gets it; its fate says how that ended, for example `trained` or `failed`"
+    ),
+    "incarnation": "one start of the learner; a run that was restarted has several",
+    "ancestor": "a version from which the weights of a step were made, in runs that went back to a checkpoint",
+    "publication": "weights that were sent to the generators",
+    "kept": "stored in the run's directory, because of the setting audit.keep_weights",
+    "filter": "a setting that leaves samples out of training, for example those that were cut at the length limit",
+    "plain": "computed by the second path, with the libraries torch and transformers; see `what_this_is`",
+}
+_OF_CHECKS = {
+    "1": "that each prompt was trained once, or its record says why not; no difference is accepted",
+    "2": "that after each step as many samples and tokens have a fate as were issued; no difference is accepted",
+    "3": "that no trained token is of lost weights, or older than staleness.max_versions; no difference is accepted",
+    "4": "digests: each step began with the weights that the step before it made; no difference is accepted",
+    "5": (
+        "each step again by the same code: bit by bit. And sampling log-probs under the weights of each token's "
+        "version, with the limit of the run for on-policy tokens (weights.parity_*)"
+    ),
+    "6": "some steps by a second, plain path; its comparisons are below",
+}
+
+
+def certificate_path(history: History) -> Path:
+    """Returns where the certificate of a run is written if the user names no other place."""
+    return history.directory / AUDIT / NAME
+
+
+def certificate(history: History, outcomes: Sequence[Outcome]) -> bytes:
+    """Returns the certificate of an audit's outcomes, as JSON. It has no secret: the configuration has none, and only
+    some of its settings are shown."""
+    found = {
+        "what_this_file_is": (
+            "The result of `asyncrl audit`: checks of the files that a training run has written. Each check says what "
+            "it compared, and the largest difference that it found. It finds errors; it proves nothing about files "
+            "that were forged on purpose."
+        ),
+        "words": _WORDS,
+        "result": _result(outcomes),
+        "run": _run(history),
+        "audited": {
+            "date_and_time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions_of_packages": {"asyncrl": installed_version("asyncrl"), **provenance()},
+            "processor": processor(),
+        },
+        "configuration_of_the_run": {
+            "sha256_of_config_yaml": _sha256_of_config(history.directory),
+            "settings_that_say_what_was_trained": {
+                key: value for key, value in sorted(history.settings.items()) if key.startswith(_SHOWN)
+            },
+        },
+        "digests": _digests(history),
+        "checks": [
+            {
+                "check": each.name,
+                "what_it_compares": _OF_CHECKS[each.name[0]],
+                "verdict": str(each.verdict),
+                "what_was_found": each.detail,
+            }
+            for each in outcomes
+        ],
+        "second_plain_computation_of_training_steps": _second_computation(outcomes),
+    }
+    return msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n"
+
+
+def _result(outcomes: Sequence[Outcome]) -> str:
+    failed = [each.name for each in outcomes if each.verdict is Verdict.FAILED]
+    impossible = [each.name for each in outcomes if each.verdict is Verdict.NOT_POSSIBLE]
+    if failed:
+        return f"failed: {', '.join(failed)}"
+    return f"passed; not possible: {', '.join(impossible)}" if impossible else "passed"
+
+
+def _run(history: History) -> dict[str, Any]:
+    info, first = known_info(history.directory), history.began[min(history.began)] if history.began else None
+    return {
+        "name": history.directory.name if info is None else info.name,
+        "began_utc": None if info is None else info.started,
+        "ended_utc": None if info is None else info.finished,
+        "state": None if info is None else info.state,
+        "training_steps": len(history.steps),
+        "training_steps_lost_in_restarts": len(history.lost),
+        "trained_samples": sum(len(group.samples) for step in history.steps for group in step.groups),
+        "trained_tokens": sum(sum(step.token_staleness) for step in history.steps),
+        "versions_of_packages": None if first is None else first.machine.packages,
+        "processor": None if first is None else first.machine.processor,
+        "number_of_processes_that_trained": None if first is None else first.machine.ranks,
+    }
+
+
+def _sha256_of_config(directory: Path) -> str | None:
+    try:
+        return hashlib.sha256(read(directory / "config.yaml")).hexdigest()
+    except UNREADABLE:
+        return None
+
+
+def _digests(history: History) -> dict[str, Any]:
+    if not history.steps:
+        return {}
+    samples = hashlib.sha256()
+    for step in history.steps:
+        for group in step.groups:
+            for sample in group.samples:
+                samples.update(sample.row.to_bytes(8, sys.byteorder))
+    return {
+        "weights_before_the_first_step_xxh3_64": f"{history.steps[0].before:016x}",
+        "weights_after_the_last_step_xxh3_64": f"{history.steps[-1].after:016x}",
+        "all_trained_samples_in_order_sha256": samples.hexdigest(),
+    }
+
+
+def _second_computation(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    witnessed = next((each.witnessed for each in outcomes if each.witnessed is not None), None)
+    what = (
+        "Some training steps were computed a second time from the stored samples and weights, by a plain path: "
+        "the whole model, each sample alone, formulas in 64-bit floats. It uses no code by which training computed log-"
+        "probs, advantages, loss, gradient or new weights. It shares the code that reads configuration and files, and "
+        "rewards are scored by the code of the run."
+    )
+    if not isinstance(witnessed, PlainComputation):
+        return {"what_this_is": what, "training_steps_computed": [], "why_none": _why_none(outcomes)}
+    return {
+        "what_this_is": what,
+        "training_steps_of_the_run": witnessed.trained_steps,
+        "training_steps_computed": witnessed.steps,
+        "how_they_were_chosen": (
+            "`asyncrl audit RUN --witness-steps K` takes half of K steps from the start of the run, and spreads the "
+            "others evenly up to the last one. A larger K computes more. The optimizer's state is known from the start "
+            "of the run only, so new weights are computed for the steps from the start"
+        ),
+        "training_steps_of_which_the_new_weights_were_computed": witnessed.optimizer_steps,
+        "comparisons": [_comparison(each) for each in witnessed.comparisons],
+        "not_computed": [*witnessed.left_out, "the value of the loss: its gradient is compared"],
+    }
+
+
+def _why_none(outcomes: Sequence[Outcome]) -> str:
+    of_witness = [each.detail for each in outcomes if each.name.startswith("6")]
+    return of_witness[0] if of_witness else "the audit was not asked for it (`asyncrl audit RUN --witness-steps 5`)"
+
+
+def _comparison(found: Comparison) -> dict[str, Any]:
+    if not found.number:
+        return {
+            "check": found.check,
+            "what_is_compared": found.compares,
+            "verdict": f"nothing to compare: {found.nothing}" if found.nothing else "nothing to compare",
+        }
+    return {
+        "check": found.check,
+        "what_is_compared": found.compares,
+        "verdict": "failed" if found.failed else "passed",
+        "number_of_compared_values": found.number,
+        "compared_values": found.things,
+        "largest_difference": found.worst,
+        "largest_accepted_difference": found.limit,
+        "unit_of_the_difference": found.unit,
+        "where_the_largest_difference_is": found.where if found.worst else None,
+    }

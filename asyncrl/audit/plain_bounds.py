@@ -1,0 +1,70 @@
+"""Bounds of an objective that depend on all tokens of a step, by their definitions, with the tokens in one list."""
+
+import math
+
+from asyncrl.witness.bounds import Tokens, effective_share
+from asyncrl.witness.objective import Axes
+
+HALVINGS = 200
+"""Halvings of the range in which the cap of a weight is searched."""
+
+
+def with_bounds(axes: Axes, tokens: Tokens) -> Axes:
+    """Returns the axes of an objective with the bounds of a step: the budget of a gate (M2PO, 2510.01161), the cap of a
+    weight with `min_ess`, and the effective share of the tokens (P3O, 2605.12380)."""
+    found = {**axes, "gates": [_budgeted(gate, tokens) for gate in axes["gates"]]}
+    weight = axes["weight"]
+    if weight is not None and weight["min_ess"] is not None:
+        found["weight"] = {**weight, "hi": max(1.0, min(weight["hi"], _cap(weight, tokens)))}
+    share = effective_share(_ratios(tokens, "current", "behaviour"))
+    if axes["surrogate"]["kind"] == "weighted":
+        sides = {
+            side: {**kernel, "hi": min(kernel["hi"], share)} if kernel.get("ess") else kernel
+            for side in ("positive", "negative")
+            for kernel in (axes["surrogate"][side],)
+        }
+        found["surrogate"] = {**axes["surrogate"], **sides}
+    found["penalties"] = [
+        {**each, "beta": each["beta"] * (1 - share)} if each["ess"] else each for each in axes["penalties"]
+    ]
+    return found
+
+
+def _ratios(tokens: Tokens, p: str, q: str) -> list[float]:
+    return [math.exp(a - b) for a, b in zip(tokens[p], tokens[q], strict=True)]
+
+
+def _budgeted(gate: Axes, tokens: Tokens) -> Axes:
+    """Returns a gate with the bound between the last token of which the mean k2 is within the budget, and the next."""
+    if gate["budget"] is None:
+        return gate
+    subject = []
+    for p, q, advantage in zip(tokens[gate["p"]], tokens[gate["q"]], tokens["advantages"], strict=True):
+        away = advantage * (p - q) > 0
+        if gate["when"] == "always" or (away if gate["when"] == "moving_away" else advantage < 0):
+            subject.append((p - q) ** 2 / 2)
+    subject.sort()
+    kept, total = 0, 0.0
+    while kept < len(subject) and total + subject[kept] <= gate["budget"] * (kept + 1):
+        total += subject[kept]
+        kept += 1
+    if kept == len(subject):
+        return gate
+    return {**gate, "hi": min(gate["hi"], ((subject[kept - 1] if kept else 0.0) + subject[kept]) / 2)}
+
+
+def _cap(weight: Axes, tokens: Tokens) -> float:
+    """Returns the largest cap for which the effective share of the clamped weights is at least `min_ess`."""
+    ratios = _ratios(tokens, weight["p"], weight["q"])
+
+    def holds(cap: float) -> bool:
+        clamped = [min(max(ratio, weight["lo"]), cap) for ratio in ratios]
+        return bool(effective_share(clamped) >= weight["min_ess"])
+
+    if holds(math.inf):
+        return math.inf
+    low, high = 0.0, max(ratios)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if middle > 0 and holds(middle) else (low, middle)
+    return low

@@ -1,0 +1,180 @@
+"""A whole model of transformers with the weights that a run kept, and AdamW over whole tensors by its formula.
+
+The sixth check of the audit computes with it. It has no shards, no packing and no wrapper. Of the ranks that trained
+the run it uses only the reader of their files (`SavedTensors`). An adapter (`model.lora`) is two products beside each
+linear layer, W x + (alpha / rank) · B A x.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from asyncrl.audit.history import NotPossible
+from asyncrl.config.schema import LoraSection, OptimizerSection
+from asyncrl.ranks.shard_files import SavedTensors
+
+CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+LEAST_GRADIENT = 1e-4
+"""An element whose gradient is below this share of the typical one is not judged. Two attention implementations gave
+gradients that differ by at most 1.5e-5 of the typical one (random Qwen2 models of 0.1 and 1 M parameters)."""
+
+
+class PlainModel:
+    """The model whose `config.json` is in the folder `described`. Its weights are those of the last `load`. With
+    `lora`, the folder also has the frozen weights, and a kept version has those of the adapter."""
+
+    def __init__(self, described: Path, *, lora: LoraSection | None) -> None:
+        self._lora = lora
+        try:
+            self.network = _network(described, with_weights=lora is not None)
+        except (OSError, ValueError, ImportError) as error:
+            raise NotPossible(f"transformers cannot load the model in {described}: {error}") from error
+        self.trained: dict[str, torch.nn.Parameter] = {}
+        """The trained tensors by the names under which they are kept."""
+        self._adapted = True
+
+    def load(self, weights: Path) -> None:
+        """Takes the weights of a kept version. Raises NotPossible if they are not those of this model."""
+        saved = SavedTensors(weights)
+        found = self._adapters(saved) if self._lora is not None else self._own_names(saved)
+        for name, parameter in found.items():
+            kept = saved.read(name, dtype=torch.float32)
+            if kept.shape != parameter.shape:
+                raise NotPossible(
+                    f"{weights} has {name} with the shape {list(kept.shape)}, and the model described by its "
+                    f"config.json has {list(parameter.shape)}"
+                )
+            parameter.data = kept
+            parameter.grad = None
+        for name, buffer in self.network.named_buffers():
+            if name in saved:
+                buffer.copy_(saved.read(name, dtype=buffer.dtype))
+        self.trained = found
+
+    def _own_names(self, saved: SavedTensors) -> dict[str, torch.nn.Parameter]:
+        names: dict[int, list[str]] = {}
+        parameters: dict[int, torch.nn.Parameter] = {}
+        for name, parameter in self.network.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+            parameters[id(parameter)] = parameter
+        kept = {key: next((name for name in own if name in saved), None) for key, own in names.items()}
+        missing = [names[key][0] for key, name in kept.items() if name is None]
+        if missing:
+            raise NotPossible(f"the kept weights have no tensor {missing[0]}, which transformers' model has")
+        return {name: parameters[key] for key, name in kept.items() if name is not None}
+
+    def _adapters(self, saved: SavedTensors) -> dict[str, torch.nn.Parameter]:
+        if self.trained:
+            return self.trained
+        found = {}
+        for name in saved:
+            layer, _, rest = name.partition(".lora_A.")
+            if not rest:
+                continue
+            pair = []
+            for own in (name, f"{layer}.lora_B.{rest}"):
+                found[own] = torch.nn.Parameter(saved.read(own, dtype=torch.float32))
+                pair.append(found[own])
+            self.network.get_submodule(layer).register_forward_hook(self._hook(*pair))
+        if len(found) != len([*saved]):
+            raise NotPossible("the kept weights have tensors other than the matrices A and B of an adapter")
+        return found
+
+    def _hook(self, a: torch.nn.Parameter, b: torch.nn.Parameter) -> Any:
+        assert self._lora is not None, "only adapters have hooks"
+        scale = self._lora.alpha / self._lora.rank
+
+        def added(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+            return output + scale * (inputs[0] @ a.T) @ b.T if self._adapted else output
+
+        return added
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """Lets the model compute without its adapter in the block. Without `lora`, it changes nothing."""
+        self._adapted = False
+        try:
+            yield
+        finally:
+            self._adapted = True
+
+    def gradient(self) -> Tensors:
+        """Returns the gradients that the passes have added up, in float64, and removes them. A tensor that no pass has
+        reached, such as that of an expert without tokens, has none."""
+        found = {name: each.grad.double() for name, each in self.trained.items() if each.grad is not None}
+        for parameter in self.trained.values():
+            parameter.grad = None
+        return found
+
+    def values(self) -> Tensors:
+        """Returns the trained tensors in float64."""
+        return {name: parameter.detach().double() for name, parameter in self.trained.items()}
+
+
+def _network(described: Path, *, with_weights: bool) -> Any:
+    """Returns a model in float32. `with_weights`, it has those in the folder, and they are frozen."""
+    if with_weights:
+        network: Any = AutoModelForCausalLM.from_pretrained(
+            str(described), dtype=torch.float32, trust_remote_code=False
+        )
+        return network.requires_grad_(False).train(False)
+    settings = AutoConfig.from_pretrained(str(described), trust_remote_code=False)
+    bare: Any = AutoModelForCausalLM
+    return bare.from_config(settings, dtype=torch.float32, trust_remote_code=False).train(False)
+
+
+def norm_of(gradient: Mapping[str, torch.Tensor]) -> float:
+    """Returns the norm of all tensors together."""
+    return math.sqrt(math.fsum(float(tensor.square().sum()) for tensor in gradient.values()))
+
+
+class Moments:
+    """The moments of AdamW (1711.05101), from zero, in float64."""
+
+    def __init__(self, settings: OptimizerSection) -> None:
+        self._settings = settings
+        self._first: Tensors = {}
+        self._second: Tensors = {}
+        self._steps: dict[str, int] = {}
+
+    def step(self, values: Tensors, gradient: Tensors, *, rate: float) -> Tensors:
+        """Returns the values after a step with this learning rate. `gradient` is scaled to the norm
+        `learner.optimizer.max_grad_norm` if its norm is larger. A tensor without a gradient stays."""
+        settings, (first_decay, second_decay) = self._settings, self._settings.betas
+        share = min(1.0, settings.max_grad_norm / (norm_of(gradient) + 1e-6))
+        found = dict(values)
+        for name, raw in gradient.items():
+            own, zeros = share * raw, torch.zeros_like(raw)
+            first = self._first[name] = first_decay * self._first.get(name, zeros) + (1 - first_decay) * own
+            second = self._second[name] = second_decay * self._second.get(name, zeros) + (1 - second_decay) * own**2
+            steps = self._steps[name] = self._steps.get(name, 0) + 1
+            divisor = (second / (1 - second_decay**steps)).sqrt() + settings.eps
+            direction = first / (1 - first_decay**steps) / divisor
+            found[name] = values[name] - rate * settings.weight_decay * values[name] - rate * direction
+        return found
+
+    def decided_by_rounding(self, name: str) -> torch.Tensor:
+        """Returns where the gradients of a tensor's elements were so far nearly 0, but not 0. AdamW divides a gradient
+        by its own size, so rounding decides in which direction such an element moves: an example are the biases of
+        keys, which attention without positions does not see."""
+        sizes = {name: (second / (1 - self._settings.betas[1] ** self._steps[name])).sqrt()
+                 for name, second in self._second.items()}  # fmt: skip
+        if name not in sizes:
+            return torch.zeros((), dtype=torch.bool)
+        typical = norm_of(sizes) / math.sqrt(sum(each.numel() for each in sizes.values()))
+        return (sizes[name] > 0) & (sizes[name] < LEAST_GRADIENT * typical)
+
+
+def sequences_of(row: Mapping[str, torch.Tensor], *, branches: str) -> list[tuple[int, int]]:
+    """Returns where each sequence of a row begins and ends. The row is one sequence, or one for each of its branches,
+    whose numbers are in the column `branches`."""
+    length = int(row["input_lengths"])
+    numbers: Sequence[int] = row[branches][:length].tolist() if branches in row else [0] * length
+    starts = [at for at in range(length) if at == 0 or numbers[at] != numbers[at - 1]]
+    return list(zip(starts, [*starts[1:], length], strict=True))

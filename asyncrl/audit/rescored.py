@@ -1,0 +1,113 @@
+"""Scores some kept samples again: the texts of `samples/`, by the reward that the configuration names."""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from asyncrl.audit.history import History, NotPossible
+from asyncrl.audit.kept_batches import changed_settings
+from asyncrl.config.named_code import untrusted
+from asyncrl.config.parts import part_configs
+from asyncrl.config.schema import Config
+from asyncrl.data.prompts import Task
+from asyncrl.environments.scores import Score
+from asyncrl.environments.scoring_messages import Components, Group
+from asyncrl.environments.scoring_process import started
+from asyncrl.environments.secrets import read_secrets
+from asyncrl.errors import AsyncRLError, DataError
+from asyncrl.learner.audit_records import TrainedGroup
+from asyncrl.learner.records import SampleRecord, read_lines
+
+MOST_GROUPS = 64
+"""Groups that are scored, spread over the run."""
+
+
+def reward_differences(history: History, config: Config) -> Iterator[tuple[float | None, str]]:
+    """Yields the difference of each reward from the recorded one, and where it is in words. The difference is None if a
+    reward fails now, or failed in the run, but not both: time limits and memory are those of a machine.
+
+    Rewards of the user's own code, of a judge and of other servers are left out: they may give another number each
+    time. Raises NotPossible with the reason if the rewards cannot be computed from a text of `samples/`.
+    """
+    if any(untrusted(config, section=section) for section in ("environment", "data")):
+        raise NotPossible("the configuration names code, programs or servers for them")
+    for key, *_ in changed_settings(history, ("environment.", "data.")):  # their values may be private
+        raise NotPossible(f"{key} was changed when the run was resumed")
+    parts = part_configs(config)
+    if any(part.environment.agent is not None or part.environment.has_tools for part in parts.values()):
+        raise NotPossible("they are those of episodes with several turns")
+    found = list(_logged_groups(history))
+    if not found:
+        raise NotPossible("the run kept no text of a sample (learner.groups_logged)")
+    chosen = found
+    if len(found) > MOST_GROUPS:
+        chosen = [found[place * len(found) // MOST_GROUPS] for place in range(MOST_GROUPS)]
+    by_part: dict[str, list[tuple[int, TrainedGroup, Sequence[SampleRecord]]]] = defaultdict(list)
+    for each in chosen:
+        by_part[each[2][0].part].append(each)
+    for name, groups in by_part.items():
+        if name not in parts:
+            raise NotPossible(f"data.mixture has no part {name!r}, which samples/ names")
+        yield from _of_part(parts[name], groups)
+
+
+def _logged_groups(history: History) -> Iterator[tuple[int, TrainedGroup, Sequence[SampleRecord]]]:
+    """Yields the steps, records and texts of groups of which all texts are kept. Raises NotPossible for prompts in a
+    chat template, because a reward may read how the template begins the answer, which is not recorded."""
+    for step in history.steps:
+        texts: Mapping[int, list[SampleRecord]] = defaultdict(list)
+        path = history.directory / "samples" / f"step-{step.step}.jsonl"
+        for record in read_lines(path, SampleRecord, inside=history.directory):
+            if not record.rendered_prompt.endswith(record.prompt):
+                raise NotPossible("the prompts have a chat template, and how it begins an answer is not recorded")
+            texts[record.group].append(record)
+        for group in step.groups:
+            if len(own := texts.get(group.group, [])) == len(group.samples):
+                yield step.step, group, own
+
+
+def _of_part(
+    config: Config, groups: Sequence[tuple[int, TrainedGroup, Sequence[SampleRecord]]]
+) -> Iterator[tuple[float | None, str]]:
+    section = config.environment
+    try:
+        secrets = read_secrets(section, os.environ)
+        with started(section, secrets=secrets, output=lambda text: None) as process:
+            if process.form.agent:
+                raise NotPossible("they are those of episodes with several turns")
+            for step, group, records in groups:
+                first = records[0]
+                task = Task(
+                    question=first.prompt, prompt=first.prompt, answer=first.answer, metadata=first.metadata,
+                    row=first.row, part=first.part,
+                )  # fmt: skip
+                [scores] = process.score([Group(task=task, completions=tuple(each.completion for each in records))])
+                if not isinstance(scores, list):
+                    raise NotPossible(str(scores))
+                for place, (sample, score) in enumerate(zip(group.samples, scores, strict=True)):
+                    again = _reward(score)
+                    where = f"sample {place} of group {group.group} in step {step} has the reward {sample.reward}"
+                    apart = _apart(sample.reward, again, on_error=section.on_error)
+                    yield apart, f"{where}, and its text gets {again}"
+    except NotPossible:
+        raise
+    except (AsyncRLError, OSError) as error:  # another user may not be able to start a process of this Python
+        raise NotPossible(f"they cannot be computed here: {error}") from error
+
+
+def _reward(score: Score) -> float | None:
+    """Returns a reward; None if it failed."""
+    if isinstance(score, DataError):
+        return None
+    return score.total if isinstance(score, Components) else score
+
+
+def _apart(recorded: float | None, again: float | None, *, on_error: str) -> float | None:
+    """Returns the difference of two rewards; None if one of them failed and the other did not. With
+    `environment.on_error: zero` a failed reward was recorded as 0, so a recorded 0 may be one."""
+    may_have_failed = recorded is None or (on_error == "zero" and recorded == 0)
+    if again is None:
+        return 0.0 if may_have_failed else None
+    if recorded is None or (may_have_failed and again != recorded):
+        return None
+    return abs(recorded - again)

@@ -1,0 +1,658 @@
+"""Check 6 of the audit: repeats the witness for some trained steps, from the kept batches and weights alone.
+
+A whole model of transformers with the kept weights passes each row alone, and `asyncrl.witness` has the formulas: no
+Ray, no shards, no packing. No code by which the learner computes log-probs, advantages, the loss, the gradient or new
+weights is used. Shared with the run is what reads the configuration (`build_loss`, `resolve_advantage`, `sample_axes`),
+a lease (`completions_of`), and files; rewards are computed by the run's own scoring process.
+
+The checks of a step, in the order in which a reader should look at them: a later one reads what an earlier one checks.
+
+    counts      samples and tokens
+    rewards     of the samples whose texts the run kept, scored again; not only of the chosen steps
+    rows        log-probs at the start of the step that the run kept
+    sampling    sampling log-probs of tokens that the weights before the step sampled
+    advantages  from the rewards
+    rate        recorded learning rates; not only of the chosen steps
+    gradient    norm of the loss's gradient of all rows, with the coefficients of the objective's formula
+    optimizer   the new weights, by AdamW from zero moments; for the first steps of the run
+
+Legend: B rows, S tokens.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+
+from asyncrl.algorithms.baselines import DiscountedOutcome, has_token_advantages, resolve_advantage
+from asyncrl.algorithms.calibration import needs_calibration
+from asyncrl.algorithms.loss import build_loss
+from asyncrl.algorithms.presets import advantage_of, is_own_loss
+from asyncrl.audit.comparisons import Comparison, PlainComputation
+from asyncrl.audit.history import Counterexample, History, NotPossible
+from asyncrl.audit.kept_batches import check_same_settings, kept_batch, kept_steps
+from asyncrl.audit.plain_bounds import with_bounds
+from asyncrl.audit.plain_model import CPU, Moments, PlainModel, Tensors, norm_of, sequences_of
+from asyncrl.audit.rescored import MOST_GROUPS, reward_differences
+from asyncrl.buffer.records import Lease
+from asyncrl.checkpoints.directory import CHECKPOINTS, HF, complete_steps, folder_of
+from asyncrl.common.version import Version
+from asyncrl.config.schema import Config
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.specs import BRANCH, NO_TOKEN, SUPPORT
+from asyncrl.errors import CheckpointError
+from asyncrl.learner.audit_records import TrainedStep
+from asyncrl.learner.records import StepRecord, read_config, read_lines
+from asyncrl.learner.saving import PREV_LOGPROBS, KeptSteps
+from asyncrl.learner.witnessed_step import EQUAL_TOKENS, completions_of, sample_axes
+from asyncrl.weights.parity import ParityLimits
+from asyncrl.witness.advantages import TokenColumns, of_tokens, shaped, unlike, whiten
+from asyncrl.witness.judge import EQUAL, ROUNDING_NATS
+from asyncrl.witness.objective import Axes, Counts, Derivatives, Sample, derivatives
+from asyncrl.witness.optimizer import rate_of_step
+from asyncrl.witness.plain_pass import plain_attention, plain_pass
+from asyncrl.witness.step import Completion, advantages, counts, trained
+
+EQUAL_GRADIENTS = 1e-3
+"""Largest accepted difference of the gradient's norm, as a share of it."""
+EQUAL_RATES = 1e-6
+"""Largest accepted difference of a learning rate, as a share of it."""
+EQUAL_CHANGES = 0.02
+"""Largest accepted difference of a tensor's change in a step, as a share of the norm of this change."""
+
+
+def chosen_steps(trained_steps: int, wanted: int) -> tuple[list[int], list[int]]:
+    """Returns the places of the first steps of a run, whose moments are known, and of others, evenly spread up to the
+    last one. Together they are `wanted` steps, or all.
+
+    >>> chosen_steps(24, 5)
+    ([0, 1, 2], [12, 23])
+    >>> chosen_steps(3, 5)
+    ([0, 1, 2], [])
+    """
+    first = min(trained_steps, wanted if wanted >= trained_steps else (wanted + 1) // 2)
+    others = min(wanted, trained_steps) - first
+    return [*range(first)], [first - 1 + (place + 1) * (trained_steps - first) // others for place in range(others)]
+
+
+def steps_witnessed(history: History, *, steps: int, progress: Callable[[str], None]) -> PlainComputation:
+    """Check 6: repeats the witness's checks for this number of surviving steps. Raises NotPossible if the run did not
+    keep what they need, and Counterexample if a kept batch is not the one that was trained."""
+    kept, config = kept_steps(history), read_config(history.directory)
+    check_same_settings(history)
+    first, others = chosen_steps(len(history.steps), steps)
+    witness = _Witness(config=config, kept=kept, model=PlainModel(_described(history), lora=config.model.lora))
+    for done, place in enumerate([*first, *others]):
+        step = history.steps[place]
+        progress(f"6 witness: computing step {step.step} plainly ({done + 1} of {len(first) + len(others)})")
+        witness.witness(step, initial=history.steps[0], consecutive=place in first)
+    witness.compare_rates(history)
+    progress("6 witness: scoring samples again")
+    witness.compare_rewards(history)
+    return PlainComputation(
+        steps=tuple(history.steps[place].step for place in (*first, *others)),
+        optimizer_steps=tuple(witness.optimizer_steps),
+        trained_steps=len(history.steps),
+        comparisons=tuple(witness.found.values()),
+        left_out=witness.left_out_in_words(),
+    )
+
+
+def _described(history: History) -> Path:
+    """Returns the folder of the run with the model's `config.json`."""
+    folders = [kept_steps(history).model_folder]
+    checkpoints = history.directory / CHECKPOINTS
+    folders += [folder_of(checkpoints, step) / HF for step in reversed(complete_steps(checkpoints))]
+    for folder in folders:
+        if (folder / "config.json").is_file():
+            return folder
+    raise NotPossible(
+        f"the run has no config.json of its model in {folders[0]} or in a checkpoint's folder {HF}: it was trained by "
+        "an earlier version of asyncrl"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sequence:
+    """A sequence as a model sees it: a row, or a branch of one. `supports` has the ids of the support of each token but
+    the first. `start` is the place of its first token in the row."""
+
+    start: int
+    tokens: list[int]
+    supports: list[list[int]] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """A trained row. `places` are those of its trained tokens; the columns have one entry for each of them. `unusable`
+    tokens have a number that is not finite: the ranks mask them, so they are not among the places."""
+
+    name: str
+    unusable: int
+    completion: Completion
+    sequences: list[_Sequence]
+    places: list[int]
+    columns: Mapping[str, list[float]]
+
+    def column(self, name: str) -> list[float]:
+        return self.columns.get(name, [])
+
+
+def _trained_rows(step: TrainedStep, lease: Lease, rows: BatchedDataDict, kept: Sequence[bool]) -> dict[int, _Row]:
+    """Returns the rows of a step that its filters leave, by their numbers."""
+    found: dict[int, _Row] = {}
+    completions = completions_of(lease)
+    groups = [(group, place) for group in lease.groups for place in range(len(group.meta.rewards))]
+    for n, (group, place) in enumerate(groups):
+        if not kept[n]:
+            continue
+        row = {name: column[n] for name, column in rows.items()}
+        mask_S = row["token_mask"] > 0
+        mask_S[0] = False
+        if group.extended:  # tokens beyond the limit of the ticket are masked
+            mask_S &= step.step - row["weight_versions"] <= group.max_staleness_versions
+        usable_S = mask_S.clone()
+        for column in (PREV_LOGPROBS, "generation_logprobs", "advantages"):
+            if column in row:
+                usable_S &= row[column].isfinite()
+        places = usable_S.nonzero().flatten().tolist()
+        columns = {
+            name: column[places].double().tolist() if column.ndim else [float(column)] * len(places)
+            for name, column in row.items()
+            if name not in (SUPPORT, BRANCH, "input_ids", "input_lengths")
+        }
+        found[n] = _Row(
+            name=f"sample {place} of group {group.meta.group} in step {step.step}",
+            unusable=int(mask_S.sum()) - len(places),
+            completion=completions[n],
+            sequences=list(_sequences(row)),
+            places=places,
+            columns=columns,
+        )
+    return found
+
+
+def _sequences(row: Mapping[str, torch.Tensor]) -> Iterator[_Sequence]:
+    for start, stop in sequences_of(row, branches=BRANCH):
+        supports = None
+        if SUPPORT in row:
+            listed = row[SUPPORT][start + 1 : stop].tolist()
+            supports = [[token for token in support if token != NO_TOKEN] for support in listed]
+        if stop - start > 1:
+            yield _Sequence(start=start, tokens=row["input_ids"][start:stop].tolist(), supports=supports)
+
+
+class _Witness:
+    """Witnesses steps one after the other, the first ones of the run first."""
+
+    def __init__(self, *, config: Config, kept: KeptSteps, model: PlainModel) -> None:
+        self.optimizer_steps: list[int] = []
+        self._left_out: list[str] = []
+        self._config = config
+        self._kept = kept
+        self._model = model
+        self._moments = Moments(config.learner.optimizer)
+        self._unjudged = 0
+        self._unusable = 0
+        self._sample_axes = sample_axes(config)
+        self._token_rule = _token_rule(config)
+        self._has_bounds_of_step = False
+        self._objective = self._read_objective()
+        tolerance = ParityLimits.of(config, temperature=config.generator.temperature).largest_nats
+        equal = EQUAL if self._token_rule is None else EQUAL_TOKENS
+        self.found = {each.check: each for each in (*_of_samples(tolerance), *_of_updates(equal))}
+
+    def left_out_in_words(self) -> tuple[str, ...]:
+        """Returns what was not witnessed, with the reasons."""
+        found = list(self._left_out)
+        if self._unusable:
+            found.append(f"{self._unusable:,} tokens with a number that is not finite, which the ranks left out")
+        if self._unjudged:
+            count = f"{self._unjudged:,} changes of weights"
+            found.append(f"{count} whose gradients are nearly 0, so that rounding decides where they go")
+        return tuple(found)
+
+    def _read_objective(self) -> Axes | None:
+        """Returns the axes of the objective; None without a formula for its derivatives."""
+        later = "the gradient and the optimizer's step"
+        if is_own_loss(self._config.algorithm):
+            self._left_out.append(f"{later}, because algorithm.loss is your own code")
+            return None
+        objective = build_loss(self._config).objective  # type: ignore[attr-defined]
+        self._has_bounds_of_step = needs_calibration(objective)
+        if self._has_bounds_of_step and objective.proximal == "interpolated":
+            self._left_out.append(f"{later}, because bounds of algorithm.loss depend on an interpolated policy")
+            return None
+        axes: Axes = msgspec.to_builtins(objective)
+        return axes
+
+    def witness(self, step: TrainedStep, *, initial: TrainedStep, consecutive: bool) -> None:
+        """Witnesses a step. With `consecutive`, the step before it was the last one, so the moments are known."""
+        lease, rows = kept_batch(self._kept, step)
+        completions = completions_of(lease)
+        kept = trained(completions, axes=self._sample_axes, config=self._config)
+        found = _trained_rows(step, lease, rows, kept)
+        self._unusable += sum(row.unusable for row in found.values())
+        self._compare_counts(step, rows, kept, found)
+        longest = max((len(each.tokens) for row in found.values() for each in row.sequences), default=0)
+        with plain_attention(self._model.network, longest=longest):
+            reference = self._reference(found, Version(initial.incarnation, initial.step))
+            self._load(Version(step.incarnation, step.step))
+            start = {n: self._logprobs(row) for n, row in found.items()}
+            self._compare_rows(step, found, start)
+            self._compare_advantages(completions, found, start, reference)
+            if self._objective is not None:
+                self._train(step, completions, kept, found, start, reference, consecutive=consecutive)
+
+    def compare_rewards(self, history: History) -> None:
+        """Compares the rewards of the samples whose texts the run kept."""
+        failed = 0
+        try:
+            for apart, where in reward_differences(history, self._config):
+                if apart is None:
+                    failed += 1
+                else:
+                    self._compare("rewards", 1, apart, where)
+        except NotPossible as why:
+            self._leave_out(f"the rewards, because {why}")
+        if failed:
+            self._leave_out(
+                f"{failed:,} rewards that failed now or in the run, but not both: time limits depend on the machine"
+            )
+
+    def compare_rates(self, history: History) -> None:
+        """Compares the recorded learning rates of all surviving steps with the schedule. A skipped step is not one of
+        them: it advances neither the number of steps nor the schedule."""
+        settings, total = self._config.learner.optimizer, self._config.learner.total_steps
+        lines = {each.step: each for each in read_lines(history.directory / "steps.jsonl", StepRecord) if each.trained}
+        for step in (each.step for each in history.steps if each.step in lines):
+            found, rate = lines[step].learning_rate, rate_of_step(settings, step=step, total_steps=total)
+            where = f"step {step} has the learning rate {found:.6g} in steps.jsonl, and its schedule gives {rate:.6g}"
+            self._compare("rate", 1, abs(found - rate) / (rate or settings.learning_rate), where)
+
+    def _load(self, version: Version) -> None:
+        if version not in self._kept.versions():
+            raise NotPossible(f"the weights of version {version} were not kept")
+        path = self._kept.weights_path(version)
+        try:
+            self._model.load(path)
+        except (OSError, KeyError, TypeError, ValueError, SafetensorError, CheckpointError) as error:
+            raise Counterexample(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+    def _compare(self, check: str, number: int, worst: float, where: str) -> None:
+        self.found[check] = self.found[check].plus(number, worst, where)
+
+    # --- the passes -------------------------------------------------------------------------------------------------
+
+    def _reference(self, rows: Mapping[int, _Row], initial: Version) -> dict[int, list[float]]:
+        """Returns the log-probs of rows under the weights with which the run began, if objective or estimator read
+        them."""
+        kl = self._token_rule is not None and self._token_rule["kl"] is not None
+        if not (kl or _reads_reference(self._objective)):
+            return {}
+        self._load(initial)
+        with self._model.without_adapter():
+            return {n: self._logprobs(row) for n, row in rows.items()}
+
+    def _logprobs(self, row: _Row, slopes: Derivatives | None = None) -> list[float]:
+        """Returns the log-probs of the row's trained tokens. With `slopes`, adds the gradient of the loss to those of
+        the model."""
+        at: dict[int, float] = {}
+        by_logprob = {} if slopes is None else dict(zip(row.places, slopes.logprobs, strict=True))
+        by_entropy = {} if slopes is None else dict(zip(row.places, slopes.entropies, strict=True))
+        for sequence in row.sequences:
+            places = range(sequence.start + 1, sequence.start + len(sequence.tokens))
+            own = plain_pass(
+                self._model.network,
+                sequence.tokens,
+                temperature=self._config.generator.temperature,
+                device=CPU,
+                supports=sequence.supports,
+                by_logprob=None if slopes is None else [by_logprob.get(place, 0.0) for place in places],
+                by_entropy=None if slopes is None else [by_entropy.get(place, 0.0) for place in places],
+            )
+            at |= dict(zip(places, own, strict=True))
+        return [at[place] for place in row.places]
+
+    # --- the checks -------------------------------------------------------------------------------------------------
+
+    def _compare_counts(
+        self, step: TrainedStep, rows: BatchedDataDict, kept: Sequence[bool], found: Mapping[int, _Row]
+    ) -> None:
+        recorded = [sample.trained for group in step.groups for sample in group.samples]
+        masks = (rows["sample_mask"] > 0).tolist()
+        samples = {"by the record": sum(recorded), "by the kept masks": sum(masks), "by the rewards": sum(kept)}
+        tokens = sum(len(row.places) for row in found.values())
+        apart = max(sum(a != b for a, b in zip(kept, own, strict=True)) for own in (recorded, masks))
+        apart = max(apart, abs(tokens - sum(step.token_staleness)))
+        where = (
+            f"step {step.step} trained {sum(step.token_staleness)} tokens by its record, and its filters leave "
+            f"{tokens}; the samples are {', '.join(f'{count} {how}' for how, count in samples.items())}"
+        )
+        self._compare("counts", tokens, float(apart), where)
+
+    def _compare_rows(self, step: TrainedStep, rows: Mapping[int, _Row], start: Mapping[int, list[float]]) -> None:
+        for n, row in rows.items():
+            fresh = [version == step.step for version in row.column("weight_versions")]
+            for check, name, picked in (
+                ("rows", PREV_LOGPROBS, [True] * len(fresh)),
+                ("sampling", "generation_logprobs", fresh),
+            ):
+                known = row.column(name)
+                own = [t for t, is_picked in enumerate(picked) if is_picked and known]
+                for t in own:
+                    apart = abs(known[t] - start[n][t])
+                    where = f"trained token {t} of {row.name} has the log-prob {known[t]:.6f} in the kept batch"
+                    self._compare(check, 1, apart, f"{where}, and {start[n][t]:.6f} by the plain pass")
+
+    def _compare_advantages(
+        self,
+        completions: Sequence[Completion],
+        rows: Mapping[int, _Row],
+        start: Mapping[int, list[float]],
+        reference: Mapping[int, list[float]],
+    ) -> None:
+        if self._sample_axes is None:
+            self._leave_out("the advantages, because algorithm.advantage is your own code")
+            return
+        of_samples = advantages(completions, axes=self._sample_axes, config=self._config)
+        if self._token_rule is not None:
+            self._compare_token_advantages(of_samples, rows, start, reference)
+            return
+        largest = max((abs(value) for value in of_samples), default=0.0) or 1.0
+        for n, row in rows.items():
+            own = row.column("advantages")
+            if not own:
+                continue
+            apart = max((abs(value - of_samples[n]) for value in own), default=0.0)
+            where = f"{row.name} has the advantage {own[0]:.6g}, and its rewards give {of_samples[n]:.6g}"
+            self._compare("advantages", len(own), apart / largest, where)
+
+    def _compare_token_advantages(
+        self,
+        outcomes: Sequence[float],
+        rows: Mapping[int, _Row],
+        start: Mapping[int, list[float]],
+        reference: Mapping[int, list[float]],
+    ) -> None:
+        rule = self._token_rule
+        assert rule is not None, "the caller has looked"
+        if any(row.unusable for row in rows.values()):
+            self._leave_out(
+                "the advantages of steps with a number that is not finite, because the ranks computed them before they "
+                "left its token out"
+            )
+            return
+        if rule["kl"] is not None and len({outcomes[n] for n in rows}) == 1:
+            self._leave_out(
+                "the advantages of steps whose rewards do not differ, because only the KL is whitened "
+                "then, and rounding may decide it"
+            )
+            return
+        expected: list[float] = []
+        weights: list[float] = []
+        found: list[float] = []
+        for n, row in rows.items():
+            columns = TokenColumns(policy=start[n], reference=reference.get(n, ()))
+            own = of_tokens(rule, outcomes[n], columns)[0]
+            expected += own
+            weights += [1 / len(own) if rule["whiten"] == "samples" else 1.0] * len(own)
+            found += row.column("advantages")
+        if rule["whiten"] != "none":
+            expected = whiten(rule, expected, weights)
+        names = [row.name for row in rows.values()]
+        where = (
+            f"the advantages of the tokens of {names[0]} and others are not those of {rule['name']}" if names else ""
+        )
+        self._compare("advantages", len(found), unlike(expected, found, whitened=False), where)
+
+    def _leave_out(self, words: str) -> None:
+        if words not in self._left_out:
+            self._left_out.append(words)
+
+    # --- the gradient and the optimizer -----------------------------------------------------------------------------
+
+    def _train(
+        self,
+        step: TrainedStep,
+        completions: Sequence[Completion],
+        kept: Sequence[bool],
+        rows: Mapping[int, _Row],
+        start: Mapping[int, list[float]],
+        reference: Mapping[int, list[float]],
+        *,
+        consecutive: bool,
+    ) -> None:
+        """Computes the updates of a step, and compares the norm of their gradients, and the weights after them."""
+        learner = self._config.learner
+        updates = 1 if len(kept) % (learner.updates_per_step * learner.ranks) else learner.updates_per_step
+        if updates > 1 and not consecutive:
+            self._leave_out(
+                "the gradient and the optimizer's step after the first steps of the run, because the weights between "
+                f"the {updates} updates of a step follow from the optimizer's moments"
+            )
+            return
+        axes = self._axes_of_step(step, rows, start, reference)
+        size = len(kept) // updates
+        rate = rate_of_step(learner.optimizer, step=step.step, total_steps=learner.total_steps)
+        before = values = self._model.values()
+        norms = []
+        left = [
+            replace(each, stale=each.stale + rows[n].unusable) if n in rows else each
+            for n, each in enumerate(completions)
+        ]
+        for update, of_update in enumerate(counts(left, kept, rows_per_update=size, config=self._config)):
+            own = {n: row for n, row in rows.items() if n // size == update and row.places}
+            if not own:
+                continue
+            current = start if not update else {n: self._logprobs(row) for n, row in own.items()}
+            samples = {n: self._sample(row, step, start[n], current[n], reference.get(n, ())) for n, row in own.items()}
+            recorded = step.grad_norm if updates == 1 else None
+            gradient = self._gradient(axes, own, samples, of_update, recorded=recorded)
+            norms.append(norm_of(gradient))
+            if consecutive:
+                values = self._moments.step(values, gradient, rate=rate)
+                for name, parameter in self._model.trained.items():
+                    parameter.data = values[name].float()
+        norm = sum(norms) / max(len(norms), 1)
+        apart = abs(norm - step.grad_norm) / (step.grad_norm or 1.0)
+        where = (
+            f"the gradient of step {step.step} has the recorded norm {step.grad_norm:.6g}, and the plain one {norm:.6g}"
+        )
+        self._compare("gradient", len(norms), apart, where)
+        if consecutive:
+            self._compare_changes(step, before, values)
+
+    def _sample(
+        self,
+        row: _Row,
+        step: TrainedStep,
+        start: Sequence[float],
+        current: Sequence[float],
+        reference: Sequence[float],
+    ) -> Sample:
+        reward = row.completion.reward or 0.0
+        if self._config.algorithm.overlong == "penalise":
+            reward = shaped(
+                reward,
+                tokens=row.completion.tokens,
+                truncated=row.completion.truncated,
+                limit_tokens=self._config.generator.max_completion_tokens,
+                buffer_tokens=self._config.algorithm.overlong_buffer_tokens,
+            )
+        return Sample(
+            group=row.completion.group,
+            reward=reward,
+            weight=1.0,
+            token_weights=row.column("token_mask"),
+            advantages=row.column("advantages"),
+            current=current,
+            proximal=start,
+            behaviour=row.column("generation_logprobs"),
+            reference=reference,
+            staleness=[step.step - version for version in row.column("weight_versions")],
+        )
+
+    def _axes_of_step(
+        self,
+        step: TrainedStep,
+        rows: Mapping[int, _Row],
+        start: Mapping[int, list[float]],
+        reference: Mapping[int, list[float]],
+    ) -> Axes:
+        """Returns the axes of the objective, with the bounds that depend on all tokens of the step."""
+        assert self._objective is not None, "the caller has looked"
+        if not self._has_bounds_of_step:
+            return self._objective
+        samples = [self._sample(row, step, start[n], start[n], reference.get(n, ())) for n, row in rows.items()]
+        names = ("advantages", "current", "proximal", "behaviour", "reference")
+        tokens = {name: [value for sample in samples for value in getattr(sample, name)] for name in names}
+        return with_bounds(self._objective, tokens)
+
+    def _gradient(
+        self,
+        axes: Axes,
+        rows: Mapping[int, _Row],
+        samples: Mapping[int, Sample],
+        of_update: Counts,
+        *,
+        recorded: float | None,
+    ) -> Tensors:
+        """Returns the gradient of an update. A token so near to the edge of a clip that rounding decides on which side
+        it is may be on either side: of both gradients, the one with the `recorded` norm is returned."""
+        tried: list[tuple[float, Tensors]] = []
+        seen: list[list[list[float]]] = []
+        for apart in (0.0, ROUNDING_NATS, -ROUNDING_NATS):
+            slopes = {n: derivatives(axes, sample, of_update, apart_nats=apart) for n, sample in samples.items()}
+            numbers = [each.logprobs for each in slopes.values()]
+            if any(_are_alike(numbers, before) for before in seen):
+                continue
+            seen.append(numbers)
+            for n, row in rows.items():
+                self._logprobs(row, slopes[n])
+            gradient = self._model.gradient()
+            off = 0.0 if recorded is None else abs(norm_of(gradient) - recorded) / (recorded or 1.0)
+            if off <= EQUAL_GRADIENTS:
+                return gradient
+            tried.append((off, gradient))
+        return min(tried, key=lambda each: each[0])[1]
+
+    def _compare_changes(self, step: TrainedStep, before: Tensors, expected: Tensors) -> None:
+        """Compares the change of each tensor with the one between the kept weights."""
+        self._load(step.made)
+        found = self._model.values()
+        self.optimizer_steps.append(step.step)
+        for name, value in expected.items():
+            judged = ~self._moments.decided_by_rounding(name).expand_as(value)
+            by_formula, by_run = (value - before[name]) * judged, (found[name] - before[name]) * judged
+            change = float(by_formula.norm())
+            rounding = 2**-23 * float(before[name].norm())
+            apart = max(float((by_run - by_formula).norm()) - rounding, 0.0)
+            where = (
+                f"step {step.step} changed {name} by {float(by_run.norm()):.6g} (norm) in the kept weights, and by "
+                f"{change:.6g} by AdamW's formula"
+            )
+            worst = apart / change if change else (math.inf if apart else 0.0)
+            self._compare("optimizer", int(judged.sum()), worst, where)
+            self._unjudged += int((~judged).sum())
+
+
+def _are_alike(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> bool:
+    """Returns whether coefficients differ by rounding only, and no token is on another side of a bound."""
+    pairs = [pair for a, b in zip(one, other, strict=True) for pair in zip(a, b, strict=True)]
+    largest = max((abs(value) for value, _ in pairs), default=0.0)
+    return all(abs(a - b) <= 1e-4 * largest for a, b in pairs)
+
+
+def _reads_reference(objective: Axes | None) -> bool:
+    return objective is not None and "reference" in str(objective)
+
+
+def _token_rule(config: Config) -> Axes | None:
+    """Returns the numbers of the estimator of tokens; None if all tokens of a sample have its advantage."""
+    axes = resolve_advantage(advantage_of(config.algorithm))
+    if not (isinstance(axes, DiscountedOutcome) and has_token_advantages(axes)):
+        return None
+    found: Axes = msgspec.to_builtins(axes)
+    return {**found, "name": "discounted"}
+
+
+def _of_samples(tolerance_nats: float) -> list[Comparison]:
+    return [
+        Comparison(
+            check="counts",
+            compares="numbers of samples and of tokens that the step trained, by its record and the kept masks, with "
+            "those that its filters leave",
+            things="tokens",
+            unit="samples or tokens",
+            limit=0.0,
+        ),
+        Comparison(
+            check="rewards",
+            compares="recorded rewards of all steps, with those of the samples' texts, scored again by the reward that "
+            f"the configuration names; for the groups whose texts the run kept in samples/, at most {MOST_GROUPS}",
+            things="rewards",
+            unit="(the difference of two rewards)",
+            limit=1e-6,
+            nothing="see `not_computed`",
+        ),
+        Comparison(
+            check="rows",
+            compares="log-probs at the start of the step, as the run kept them, with those of each row alone by the "
+            "plain pass under the kept weights",
+            things="log-probs",
+            unit="nats",
+            limit=tolerance_nats,
+            nothing="the objective does not read them, so the run did not compute them",
+        ),
+        Comparison(
+            check="sampling",
+            compares="sampling log-probs of the step's newest tokens, which the weights before the step have sampled, "
+            "with those of the plain pass under the kept weights; check 5 compares tokens of older weights",
+            things="sampling log-probs",
+            unit="nats",
+            limit=tolerance_nats,
+            nothing="all tokens of these steps are of older weights",
+        ),
+    ]
+
+
+def _of_updates(equal_advantages: float) -> list[Comparison]:
+    return [
+        Comparison(
+            check="advantages",
+            compares="advantages in the kept batch, with those that follow from the recorded rewards",
+            things="advantages",
+            unit="of the largest advantage",
+            limit=equal_advantages,
+        ),
+        Comparison(
+            check="rate",
+            compares="learning rate of each trained step of the run in steps.jsonl, with that of the schedule in the "
+            "configuration",
+            things="learning rates",
+            unit="of the rate",
+            limit=EQUAL_RATES,
+            nothing="steps.jsonl has no line of a trained step",
+        ),
+        Comparison(
+            check="gradient",
+            compares="norm of the gradient of the loss of all samples before it is clipped, as recorded, with that of "
+            "the plain pass and the objective's formula; a norm for each update",
+            things="gradients",
+            unit="of the gradient's norm",
+            limit=EQUAL_GRADIENTS,
+        ),
+        Comparison(
+            check="optimizer",
+            compares="change of each weight tensor between kept versions, with AdamW's formula and the plain gradient, "
+            "from zero moments at the run's first step; differences that the rounding of float32 explains count as 0",
+            things="changes of weights",
+            unit="of the norm of the tensor's change",
+            limit=EQUAL_CHANGES,
+        ),
+    ]

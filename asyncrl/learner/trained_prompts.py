@@ -1,0 +1,130 @@
+"""Counts the prompts that are trained, and compares them with the data.
+
+Group n of a run has the n-th prompt of the order, and the order has each row of the data once an epoch. So in one epoch
+a prompt is trained at most as often as the data have it. Groups that failed, or were filtered or dropped, make it less.
+This uses the group's number, the number of rows and the weights of a mixture, and not the order in which the buffer
+issues the rows.
+
+The counts begin anew at each start of the learner, and so find fewer repetitions in the epoch of the start.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.buffer.records import GroupMeta, Lease
+from asyncrl.data.prompts import Task
+from asyncrl.data.row_checksums import prompt_checksum
+from asyncrl.witness.judge import Finding
+
+REMEMBERED_GROUPS = 100_000
+"""An epoch is forgotten when all of its groups are so much older than the newest trained group."""
+
+
+class TrainedPrompts:
+    """Counts the trained prompts of each epoch. `tasks` are the training tasks of the run. `weights` are those of the
+    parts of a mixture by name; without a mixture, they are empty. `epochs` is `data.epochs`. Takes 16 bytes for each
+    task, and 100 for each group that was trained in this epoch."""
+
+    def __init__(self, tasks: Sequence[Task], *, weights: Mapping[str, int] = {}, epochs: int | None = None) -> None:
+        self._tasks = tasks
+        self._epochs = None if weights else epochs  # the parts of a mixture end their epochs at other groups
+        self._weights = dict(weights) or {"": 1}
+        found: dict[str, list[int]] = {name: [] for name in self._weights}
+        for task in tasks:
+            found[task.part].append(prompt_checksum(task.input))
+        self._data = {name: _Data(np.array(checksums, dtype=np.uint64)) for name, checksums in found.items()}
+        self._trained: dict[tuple[str, int], Counter[int]] = {}
+        self._newest_group = 0
+
+    @property
+    def frequencies(self) -> dict[str, dict[int, int]]:
+        """The number of prompts that the data have in one row, in two rows, and so on, by part."""
+        return {name: data.frequencies for name, data in self._data.items()}
+
+    def finding(self, lease: Lease) -> Finding | None:
+        """Counts the groups of a trained step. Returns the prompt that was trained too often, or that the data do not
+        have; None if no group has the checksum of its prompt."""
+        metas = [group.meta for group in lease.groups if group.meta.prompt is not None]
+        if not metas:
+            return None
+        ratios = [self._counted(meta) for meta in metas]
+        self._newest_group = max(self._newest_group, *(meta.group for meta in metas))
+        self._forget()
+        worst = ratios.index(max(ratios))
+        return Finding(check="prompts", ratio=ratios[worst], words=self._words(metas[worst]) if ratios[worst] else "")
+
+    def _counted(self, meta: GroupMeta) -> float:
+        """Counts a group. Returns how many times as often its prompt was trained as the data have it, 0 if not more
+        often, and infinity if the data do not have it or the run has ended by `data.epochs`."""
+        assert meta.prompt is not None
+        data = self._data.get(meta.part)
+        if data is None or not (times := data.times(meta.prompt)):
+            return math.inf
+        epoch = self._epoch(meta.group, meta.part)
+        if epoch is None:
+            return 0.0
+        if self._epochs is not None and epoch >= self._epochs:
+            return math.inf
+        counts = self._trained.setdefault((meta.part, epoch), Counter())
+        counts[meta.prompt] += 1
+        return counts[meta.prompt] / times if counts[meta.prompt] > times else 0.0
+
+    def _words(self, meta: GroupMeta) -> str:
+        assert meta.prompt is not None
+        data = self._data.get(meta.part)
+        if data is None or not (times := data.times(meta.prompt)):
+            return f"group {meta.group} was trained with a prompt that the training data do not have"
+        epoch = self._epoch(meta.group, meta.part)
+        counts = self._trained.get((meta.part, -1 if epoch is None else epoch))
+        if counts is None:
+            return f"group {meta.group} was trained in epoch {epoch}, and data.epochs = {self._epochs}"
+        return (
+            f"group {meta.group} was trained with {self._named(meta)}. It is number {counts[meta.prompt]} of epoch "
+            f"{epoch} with this prompt, and the data have the prompt {'once' if times == 1 else f'{times} times'}"
+        )
+
+    def _epoch(self, group: int, part: str) -> int | None:
+        """Returns the epoch of its part to which a group belongs, from 0 on.
+
+        Each block of as many groups as the weights' sum has as many groups of a part as its weight says. Returns None
+        if an epoch of the part ends within the group's block, because then the block's order decides.
+        """
+        weight, rows = self._weights[part], self._data[part].rows
+        block = group // sum(self._weights.values())
+        first, last = block * weight, (block + 1) * weight - 1
+        return first // rows if first // rows == last // rows else None
+
+    def _forget(self) -> None:
+        """Forgets old epochs, so that the counts do not grow with the run."""
+        for part, epoch in list(self._trained):
+            end = (epoch + 1) * self._data[part].rows * sum(self._weights.values()) / self._weights[part]
+            if end < self._newest_group - REMEMBERED_GROUPS:
+                del self._trained[part, epoch]
+
+    def _named(self, meta: GroupMeta) -> str:
+        of_part = (task for task in self._tasks if task.part == meta.part)
+        task = next(task for task in of_part if prompt_checksum(task.input) == meta.prompt)
+        return f"the prompt {task.prompt[:60]!r} (row {task.row})"
+
+
+class _Data:
+    """The different prompts of a part by their checksums, and how many rows have each."""
+
+    def __init__(self, checksums: npt.NDArray[np.uint64]) -> None:
+        self.rows = len(checksums)
+        self._checksums, self._times = np.unique(checksums, return_counts=True)
+
+    @property
+    def frequencies(self) -> dict[int, int]:
+        """The number of prompts by the number of their rows."""
+        return dict(sorted(Counter(self._times.tolist()).items()))
+
+    def times(self, checksum: int) -> int:
+        """Returns the number of rows with a prompt."""
+        place = int(np.searchsorted(self._checksums, np.uint64(checksum)))
+        there = place < len(self._checksums) and int(self._checksums[place]) == checksum
+        return int(self._times[place]) if there else 0
