@@ -79,8 +79,13 @@ def witnessed(
         advantages_by=by,
         largest_advantage=largest,
         every_part=every_part,
+        rewards=tuple(_reward(completions[n], config) for n in drawn),
     )
     return Witnessed(numbers_B=numbers_B, request=request, rows=tuple(drawn), outcomes=outcomes)
+
+
+def _reward(completion: Completion, config: Config) -> float:
+    return 0.0 if completion.reward is None else scored(completion, config).reward
 
 
 def with_groups_exchanged(

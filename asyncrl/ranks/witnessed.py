@@ -9,7 +9,7 @@ Legend: B rows, S tokens, T = S − 1 next tokens.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -380,7 +380,13 @@ class UpdateWitness:
                 largest = max((abs(each) for values in column.values() for each in values), default=0.0)
                 scale = max(self._ranks.gather(largest)) or 1.0
                 compare = partial(
-                    coefficients, self._axes, seen.samples, expected, column, scale=scale, of_entropies=of_entropies
+                    coefficients,
+                    self._axes,
+                    self._rewarded(seen.samples),
+                    expected,
+                    column,
+                    scale=scale,
+                    of_entropies=of_entropies,
                 )
                 self._findings += judged("coefficients", compare)
         inside, outside = (max(ranks) for ranks in zip(*self._ranks.gather((seen.inside, seen.outside)), strict=True))
@@ -399,6 +405,11 @@ class UpdateWitness:
         # a tensor that had no gradient in some updates, as that of an expert without tokens, has made fewer steps
         steps = max((int(moments["step"]) for moments in state.values() if moments), default=0)
         self._findings.append(steps_finding(steps, expected=self._optimizer_steps))
+
+    def _rewarded(self, samples: Mapping[int, Sample]) -> Mapping[int, Sample]:
+        """Returns the samples with the rewards of the lease, if the request has them."""
+        rewards = self._request.rewards
+        return {n: replace(sample, reward=rewards[n]) for n, sample in samples.items()} if rewards else samples
 
     def _repeats_itself(self) -> bool:
         """Returns whether the loss has the same gradient in each pass. A loss of the user's own may draw random

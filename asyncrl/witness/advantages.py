@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from statistics import fmean
-from typing import Any
 
-Axes = Mapping[str, Any]
+from asyncrl.witness.objective import Axes
 
 EQUAL = 1e-12
 """Other rewards whose squares about their mean are below this share of the group's are equal up to rounding."""

@@ -43,7 +43,8 @@ class Request:
     `counts` are those of each update, by the lease. `advantages` are those of the drawn rows by their numbers, from the
     rewards by plain formulas or by the user's own estimator, as `advantages_by` says; None if the ranks compute an
     advantage for each token, or if nothing can be said. `largest_advantage` is that of the whole step. With
-    `every_part`, each micro-batch is also passed alone, as in the first step after a start.
+    `every_part`, each micro-batch is also passed alone, as in the first step after a start. `rewards` are those of the
+    drawn rows after the filters, 0 for one that failed; empty if they are not known.
     """
 
     counts: tuple[Counts, ...]
@@ -51,6 +52,7 @@ class Request:
     advantages_by: str = FORMULA
     largest_advantage: float = 1.0
     every_part: bool = False
+    rewards: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,8 @@ def request_of(data: BatchedDataDict) -> Request:
         positive_tokens=float(weight_BS[data["rewards"] > 0].sum()),
     )
     drawn = tuple(data["advantages"][data[WITNESS] >= 0].tolist())
-    return Request(counts=(counts,), advantages=drawn, every_part=True)
+    rewards = tuple(data["rewards"][data[WITNESS] >= 0].tolist())
+    return Request(counts=(counts,), advantages=drawn, every_part=True, rewards=rewards)
 
 
 def objective_of(name: str) -> Objective:
@@ -123,6 +124,14 @@ def rows_left_out(prepared: Any) -> Any:
 def advantages_exchanged(prepared: Any) -> Any:
     def rolled(self: PolicyWorker, data: BatchedDataDict, *args: Any, **options: Any) -> Any:
         data["advantages"] = data["advantages"].roll(1)
+        return prepared(self, data, *args, **options)
+
+    return rolled
+
+
+def rewards_exchanged(prepared: Any) -> Any:
+    def rolled(self: PolicyWorker, data: BatchedDataDict, *args: Any, **options: Any) -> Any:
+        data["rewards"] = 1.0 - (data["rewards"] > 0).float()
         return prepared(self, data, *args, **options)
 
     return rolled
@@ -278,6 +287,7 @@ def warmer(get_logprobs: Any) -> Any:
 FAULTS: Mapping[str, tuple[str, Callable[[PolicyWorker], Any]]] = {
     "a row is left out": ("counts", lambda _: replaced(PolicyWorker, "_prepared", rows_left_out)),
     "advantages are exchanged": ("advantages", lambda _: replaced(PolicyWorker, "_prepared", advantages_exchanged)),
+    "rewards are exchanged": ("coefficients", lambda _: replaced(PolicyWorker, "_prepared", rewards_exchanged)),
     "the clip never acts": ("coefficients", lambda _: replaced(ObjectiveLoss, "sources", of_current)),
     "another divisor": ("coefficients", lambda _: replaced(loss_module, "_divisor", scaled(1.01))),
     "no temperature": ("rows", lambda _: replaced(micro_batch, "model_logprobs", without_temperature)),
@@ -303,6 +313,7 @@ FAULTS: Mapping[str, tuple[str, Callable[[PolicyWorker], Any]]] = {
 """Faults by name: the check that finds each, and what plants it on a rank within a block."""
 OBJECTIVES = {
     "tokens count as younger": "a3po",
+    "rewards are exchanged": "vapo",
     "the reference has the live weights": "grpo",
     "the reference is trained": "grpo",
     "other log-probs of the start": "m2po",

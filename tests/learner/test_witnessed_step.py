@@ -45,6 +45,7 @@ async def test_a_request_has_the_counts_of_each_update_and_the_advantages_of_the
     assert request is not None
     assert [(counts.tokens, counts.sequences) for counts in request.counts] == [(3, 2), (3, 2)]
     assert request.advantages == pytest.approx((-(0.5**0.5), 0.5**0.5), abs=1e-5), "rewards of a group are 0 and 1"
+    assert request.rewards == (0.0, 1.0)
 
 
 @pytest.mark.asyncio
