@@ -56,6 +56,8 @@ WITNESSED = {
     "frozen": "weights that did not change although the optimizer's moments predict a change",
 }
 """The checks of the witness by name (`asyncrl.witness.judge`), in the order in which they build on each other."""
+KEPT = frozenset(f"witness_{check}_ratio" for check in WITNESSED)
+"""Numbers whose gauges keep the value of the last step that had them: a scrape may miss a step that is witnessed."""
 WITNESS_PANEL = "Differences that the witness found"
 WITNESS_HELP = (
     "The largest difference of each check of the witness, as a share of what is accepted, in the last step that was "

@@ -43,6 +43,7 @@ from asyncrl.metrics.catalogue import (
     Role,
     ScrapedMetric,
 )
+from asyncrl.metrics.numbers import KEPT
 from asyncrl.metrics.states import caught_up
 
 logger = logging.getLogger(__name__)
@@ -341,9 +342,10 @@ class LearnerMetrics(ProcessMetrics):
 
     def numbers(self, values: Mapping[str, float]) -> None:
         """Records the numbers of a trained step, by their names in `asyncrl.metrics.numbers`. The gauge of a number
-        that is not in `values` becomes NaN."""
+        that is not in `values` becomes NaN, unless it is one of `KEPT`."""
         for name, gauge in catalogue.Learner.numbers.items():
-            self._instruments.set(gauge, values.get(name, math.nan))
+            if name in values or name not in KEPT:
+                self._instruments.set(gauge, values.get(name, math.nan))
 
     def rewards(self, *, components: Mapping[str, float], parts: Mapping[str, float]) -> None:
         """Records the mean of each component of a step's rewards, and the mean reward of each part of a mixture, by

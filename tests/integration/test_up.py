@@ -4,6 +4,7 @@ import contextlib
 import html
 import json
 import os
+import string
 import sys
 import time
 import urllib.request
@@ -21,6 +22,7 @@ from asyncrl.complete_directory import complete
 from asyncrl.config.load import load_config
 from asyncrl.environments.interfaces import build_tasks
 from asyncrl.metrics.catalogue import Role
+from asyncrl.witness.judge import CHECKS
 
 pytestmark = pytest.mark.integration
 
@@ -178,7 +180,10 @@ OF_AGENTS = [
     *[(panel, query) for panel in ("Turns of an episode", "Tools") for query in "AB"],
     *[(panel, "A") for panel in ("Open sessions", "Tool calls", "Oldest session", "Forks")],
 ]
-WITNESS = "learning / Differences that the witness found"
+WITNESSED = {
+    check: f"learning / Differences that the witness found / {letter}"
+    for check, letter in zip(CHECKS, string.ascii_uppercase, strict=False)
+}
 NO_DATA_WHEN_HEALTHY = {
     "overview / Alerts firing / A": "no alert fires",
     DOWN: "no process is down",
@@ -194,7 +199,7 @@ NO_DATA_WHEN_HEALTHY = {
     "learning / Reward by part / A": "there is no mixture",
     **{f"learning / Episodes of agents / {query}": "there are no agents" for query in "ABC"},
     "learning / KL to the reference / A": "the objective does not use the reference",
-    f"{WITNESS} / D": "the objective has no bound that depends on the whole step",
+    WITNESSED["bounds"]: "the objective has no bound that depends on the whole step",
     "learning / Memory of the learner's fullest GPU / A": "the ranks have no GPU",
     "AsyncrlWorkerOutOfMemory": "Ray creates this series when it ends the first worker",
 }
@@ -216,7 +221,7 @@ def test_every_query_of_every_panel_and_rule_finds_data_in_a_real_run(watched: W
     # On a busy machine a scrape may take longer than its limit of one second. Prometheus then records the process as
     # down. New weights may also come so late that few steps have on-policy tokens, and none at a scrape.
     # A tensor may stay as it was in a step, where its moments predict no change.
-    may_be = {f"{WITNESS} / H"} | ({DOWN} if missed else set())
+    may_be = {WITNESSED["frozen"]} | ({DOWN} if missed else set())
     on_policy = [step["diagnostics"]["parity_tokens"] > 0 for step in steps_of(watched.path)]
     if sum(on_policy) < len(on_policy) / 2:
         may_be.add(ON_POLICY)

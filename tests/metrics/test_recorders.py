@@ -238,6 +238,14 @@ def test_recording_nonsense_never_raises_logs_once_and_leaves_the_metric_usable(
     assert value(metrics, "asyncrl_generator_samples_total", outcome="accepted") == 2
 
 
+def test_the_gauge_of_a_check_keeps_the_value_of_the_last_witnessed_step() -> None:
+    metrics = LearnerMetrics()
+    metrics.numbers({"witness_rows_ratio": 0.5, "entropy_nats": 1.0})
+    metrics.numbers({})
+    assert value(metrics, "asyncrl_learner_witness_rows_ratio") == 0.5
+    assert math.isnan(value(metrics, "asyncrl_learner_entropy_nats"))
+
+
 def test_a_nan_gauge_is_shown_as_such() -> None:
     metrics = LearnerMetrics()
     metrics.parity(float("nan"), ratio=0.0)
