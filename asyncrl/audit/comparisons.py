@@ -1,4 +1,4 @@
-"""What check 6 of the audit compared, and the worst number of each comparison."""
+"""The comparisons of check 6 of the audit, each with its worst number."""
 
 import math
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainComputation:
-    """What check 6 did: the steps, those of them whose optimizer's step was computed too, the result of each check, and
-    what was left out, with the reason."""
+    """The work of check 6: `steps` were computed again, of `optimizer_steps` the new weights too. `left_out` has what
+    was not computed, with the reason."""
 
     steps: tuple[int, ...]
     optimizer_steps: tuple[int, ...]
@@ -49,7 +49,7 @@ class PlainComputation:
 
     @property
     def failure(self) -> str | None:
-        """What the first check that failed has found."""
+        """The words of the first check that failed; None if all have passed."""
         for found in self.comparisons:
             if found.failed:
                 return (

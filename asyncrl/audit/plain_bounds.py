@@ -2,7 +2,7 @@
 
 import math
 
-from asyncrl.witness.bounds import Tokens, effective_share
+from asyncrl.witness.bounds import Tokens, effective_share, ratios_of, sorted_k2
 from asyncrl.witness.objective import Axes
 
 HALVINGS = 200
@@ -16,7 +16,7 @@ def with_bounds(axes: Axes, tokens: Tokens) -> Axes:
     weight = axes["weight"]
     if weight is not None and weight["min_ess"] is not None:
         found["weight"] = {**weight, "hi": max(1.0, min(weight["hi"], _cap(weight, tokens)))}
-    share = effective_share(_ratios(tokens, "current", "behaviour"))
+    share = effective_share(ratios_of(tokens, "current", "behaviour"))
     if axes["surrogate"]["kind"] == "weighted":
         sides = {
             side: {**kernel, "hi": min(kernel["hi"], share)} if kernel.get("ess") else kernel
@@ -30,20 +30,11 @@ def with_bounds(axes: Axes, tokens: Tokens) -> Axes:
     return found
 
 
-def _ratios(tokens: Tokens, p: str, q: str) -> list[float]:
-    return [math.exp(a - b) for a, b in zip(tokens[p], tokens[q], strict=True)]
-
-
 def _budgeted(gate: Axes, tokens: Tokens) -> Axes:
     """Returns a gate with the bound between the last token of which the mean k2 is within the budget, and the next."""
     if gate["budget"] is None:
         return gate
-    subject = []
-    for p, q, advantage in zip(tokens[gate["p"]], tokens[gate["q"]], tokens["advantages"], strict=True):
-        away = advantage * (p - q) > 0
-        if gate["when"] == "always" or (away if gate["when"] == "moving_away" else advantage < 0):
-            subject.append((p - q) ** 2 / 2)
-    subject.sort()
+    subject = sorted_k2(gate, tokens)
     kept, total = 0, 0.0
     while kept < len(subject) and total + subject[kept] <= gate["budget"] * (kept + 1):
         total += subject[kept]
@@ -55,7 +46,7 @@ def _budgeted(gate: Axes, tokens: Tokens) -> Axes:
 
 def _cap(weight: Axes, tokens: Tokens) -> float:
     """Returns the largest cap for which the effective share of the clamped weights is at least `min_ess`."""
-    ratios = _ratios(tokens, weight["p"], weight["q"])
+    ratios = ratios_of(tokens, weight["p"], weight["q"])
 
     def holds(cap: float) -> bool:
         clamped = [min(max(ratio, weight["lo"]), cap) for ratio in ratios]

@@ -48,9 +48,9 @@ from asyncrl.errors import CheckpointError
 from asyncrl.learner.audit_records import TrainedStep
 from asyncrl.learner.records import StepRecord, read_config, read_lines
 from asyncrl.learner.saving import PREV_LOGPROBS, KeptSteps
-from asyncrl.learner.witnessed_step import EQUAL_TOKENS, completions_of, sample_axes
+from asyncrl.learner.witnessed_step import EQUAL_TOKENS, completions_of, filtered_reward, sample_axes
 from asyncrl.weights.parity import ParityLimits
-from asyncrl.witness.advantages import TokenColumns, of_tokens, shaped, unlike, whiten
+from asyncrl.witness.advantages import TokenColumns, of_tokens, unlike, whiten
 from asyncrl.witness.judge import EQUAL, ROUNDING_NATS
 from asyncrl.witness.objective import Axes, Counts, Derivatives, Sample, derivatives
 from asyncrl.witness.optimizer import rate_of_step
@@ -475,18 +475,9 @@ class _Witness:
         current: Sequence[float],
         reference: Sequence[float],
     ) -> Sample:
-        reward = row.completion.reward or 0.0
-        if self._config.algorithm.overlong == "penalise":
-            reward = shaped(
-                reward,
-                tokens=row.completion.tokens,
-                truncated=row.completion.truncated,
-                limit_tokens=self._config.generator.max_completion_tokens,
-                buffer_tokens=self._config.algorithm.overlong_buffer_tokens,
-            )
         return Sample(
             group=row.completion.group,
-            reward=reward,
+            reward=filtered_reward(row.completion, self._config),
             weight=1.0,
             token_weights=row.column("token_mask"),
             advantages=row.column("advantages"),

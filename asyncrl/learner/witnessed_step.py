@@ -79,12 +79,13 @@ def witnessed(
         advantages_by=by,
         largest_advantage=largest,
         every_part=every_part,
-        rewards=tuple(_reward(completions[n], config) for n in drawn),
+        rewards=tuple(filtered_reward(completions[n], config) for n in drawn),
     )
     return Witnessed(numbers_B=numbers_B, request=request, rows=tuple(drawn), outcomes=outcomes)
 
 
-def _reward(completion: Completion, config: Config) -> float:
+def filtered_reward(completion: Completion, config: Config) -> float:
+    """Returns the reward after the filters of `algorithm`, 0 for one that failed."""
     return 0.0 if completion.reward is None else scored(completion, config).reward
 
 

@@ -165,7 +165,8 @@ class PolicyWorker(RankWorker[LossFunction]):
         if not any(self.gather(any("reference_policy_logprobs" in part for part in update.parts))):
             return
         with self._as_reference() as model:
-            is_initial = self._first_digest in (None, model_digest(model, rank=self.rank, frozen=True))
+            first = self._first_digest  # None: an adapter that is switched off
+            is_initial = first is None or first == model_digest(model, rank=self.rank, frozen=True)
             witness.compare_reference(update.parts, model, is_initial=is_initial, device=self._device)
 
     def _weights_changed(self) -> None:

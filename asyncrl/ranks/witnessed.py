@@ -224,8 +224,9 @@ def drawn_gradient(model: torch.nn.Module, *, seed: int) -> DrawnGradient:
 
 
 class UpdateWitness:
-    """Witnesses one update on one rank. The methods are collectives, in the order of a step: `pass_group`, the update's
-    own passes with `watched`, `judge`, and after the optimizer's step `compare_elements`.
+    """Witnesses one update on one rank. The methods are collectives, in the order of a step: `pass_group`,
+    `pass_parts`, the update's own passes with `watched`, `judge`, `compare_reference`, and after the optimizer's step
+    `compare_elements`.
 
     `update` is the number of the update in its step, `train_calls` that of the step in the learning-rate schedule, and
     `optimizer_steps` the number of steps that the optimizer has made so far, also before a resume. Without `axes`, the
@@ -331,9 +332,9 @@ class UpdateWitness:
     ) -> None:
         """Compares the reference's log-probs of the drawn rows with those of a plain pass by `model`, which has the
         reference's weights. `is_initial` says whether these are the weights that were loaded first."""
-        seen, apart = Watched(world_size=self._ranks.world_size, step=self._step), dict[str, list[float]]()
+        seen, apart = self.watched, dict[str, list[float]]()
         for sequence, logprobs in self._plain_passes(drawn_rows(parts), model, seen, device=device, backward=False):
-            _add_differences(apart, " of the reference", self.watched, sequence, logprobs, of="reference")
+            _add_differences(apart, " of the reference", seen, sequence, logprobs, of="reference")
         self._compare_rows(apart)
         words = "the weights of the reference have changed since they were loaded"
         self._findings.append(Finding(check="rows", ratio=0.0 if is_initial else math.inf, words=words))

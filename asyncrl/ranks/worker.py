@@ -291,8 +291,8 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         witness: UpdateWitness | None,
     ) -> UpdateOutcome:
         """Runs the forward passes. For training, also runs the backward passes and, if every rank is finite, one
-        optimizer step. If the loss fails on any rank, raises LossFailed on all ranks, without the optimizer step. So
-        does WitnessFailed, if `witness` finds that the gradients are not those of the objective."""
+        optimizer step. If the loss fails on any rank, raises LossFailed on all ranks, without the optimizer step. If
+        `witness` finds that the gradients are not those of the objective, it raises WitnessFailed in the same way."""
         loss_total, sums, grad_norm = 0.0, MetricSums(), 0.0
         metrics: list[Mapping[str, float]] = []
         failure: CallRefused | None = None

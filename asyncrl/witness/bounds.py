@@ -25,7 +25,7 @@ def unlike_bounds(configured: Axes, used: Axes, tokens: Tokens) -> str:
     ]
     if configured["weight"] is not None and configured["weight"]["min_ess"] is not None:
         problems.append(_cap_problem(configured["weight"], used["weight"], tokens))
-    share = effective_share(_ratios(tokens, "current", "behaviour"))
+    share = effective_share(ratios_of(tokens, "current", "behaviour"))
     if configured["surrogate"]["kind"] == "weighted":
         for side in ("positive", "negative"):
             kernel, own = configured["surrogate"][side], used["surrogate"][side]
@@ -41,12 +41,11 @@ def unlike_bounds(configured: Axes, used: Axes, tokens: Tokens) -> str:
 
 def effective_share(ratios: Sequence[float]) -> float:
     """Returns (Σρ)² / (N · Σρ²), at most 1; 1 without a token."""
-    if not ratios:
-        return 1.0
-    return min(1.0, math.fsum(ratios) ** 2 / (len(ratios) * math.fsum(ratio**2 for ratio in ratios)))
+    return min(1.0, math.fsum(ratios) ** 2 / (len(ratios) * math.fsum(ratio**2 for ratio in ratios))) if ratios else 1.0
 
 
-def _ratios(tokens: Tokens, p: str, q: str) -> list[float]:
+def ratios_of(tokens: Tokens, p: str, q: str) -> list[float]:
+    """Returns p/q of each token; none if the tokens lack one of the policies."""
     return [math.exp(min(a - b, LARGEST_LOG_RATIO)) for a, b in zip(tokens.get(p, ()), tokens.get(q, ()), strict=False)]
 
 
@@ -54,14 +53,19 @@ def _is_close(one: float, other: float) -> bool:
     return one == other or abs(one - other) <= CLOSE * abs(other)
 
 
-def _budget_problem(gate: Axes, used: Axes, tokens: Tokens) -> str:
-    """The mean k2 of the kept tokens is at most the budget, and would not be with the next token (M2PO, 2510.01161)."""
+def sorted_k2(gate: Axes, tokens: Tokens) -> list[float]:
+    """Returns (log p/q)² / 2 of the tokens that a gate may remove, the smallest first."""
     subject = []
     for p, q, advantage in zip(tokens[gate["p"]], tokens[gate["q"]], tokens["advantages"], strict=True):
         away = advantage * (p - q) > 0
         if gate["when"] == "always" or (away if gate["when"] == "moving_away" else advantage < 0):
             subject.append((p - q) ** 2 / 2)
-    subject.sort()
+    return sorted(subject)
+
+
+def _budget_problem(gate: Axes, used: Axes, tokens: Tokens) -> str:
+    """The mean k2 of the kept tokens is at most the budget, and would not be with the next token (M2PO, 2510.01161)."""
+    subject = sorted_k2(gate, tokens)
     kept, total = 0, 0.0
     while kept < len(subject) and (total + subject[kept]) / (kept + 1) <= gate["budget"] * (1 + 1e-9):
         total += subject[kept]
@@ -75,7 +79,7 @@ def _budget_problem(gate: Axes, used: Axes, tokens: Tokens) -> str:
 
 def _cap_problem(weight: Axes, used: Axes, tokens: Tokens) -> str:
     """The effective share of the clamped weights is at least `min_ess`, and would not be with a larger cap."""
-    ratios, found = _ratios(tokens, weight["p"], weight["q"]), used["hi"]
+    ratios, found = ratios_of(tokens, weight["p"], weight["q"]), used["hi"]
 
     def share(cap: float) -> float:
         return effective_share([min(max(ratio, weight["lo"]), cap) for ratio in ratios])

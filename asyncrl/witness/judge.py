@@ -43,7 +43,7 @@ class Request:
     `counts` are those of each update, by the lease. `advantages` are those of the drawn rows by their numbers, from the
     rewards by plain formulas or by the user's own estimator, as `advantages_by` says; None if the ranks compute an
     advantage for each token, or if nothing can be said. `largest_advantage` is that of the whole step. With
-    `every_part`, each micro-batch is also passed alone, as in the first step after a start. `rewards` are those of the
+    `every_part`, each micro-batch is also passed alone. `rewards` are those of the
     drawn rows after the filters, 0 for one that failed; empty if they are not known.
     """
 
