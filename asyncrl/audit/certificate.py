@@ -26,27 +26,52 @@ _SHOWN = (
 """Settings that say what was trained and how. No option of an environment is among them, nor an address."""
 _WORDS = {
     "step": "one step of training; the first one is step 0",
-    "group, sample": "a group has a prompt and all samples (completions) of it; both count from 0",
-    "nats": "the unit of natural logarithms of probabilities",
-    "version": "the weights after so many steps",
-    "issued, fate": (
-        "a prompt is issued when a generator gets it; its fate says how that ended, for example `trained` or `failed`"
+    "group, sample": (
+        "a group has a prompt and all samples (completions) of it; both count from 0. A batch has a row for each sample"
     ),
+    "log-prob, nats": "the natural logarithm of the probability of a token, and its unit",
+    "version": "the weights after so many steps; a token is as many versions old as steps came between",
+    "generator, learner": "the processes that sample with the model, and those that train it",
+    "issued, open, fate": (
+        "a prompt is issued when a generator gets it; its fate says how that ended, for example `trained` or `failed`, "
+        "and without one it is open. Each issue has a group of its own: the same prompt can be issued again in a later "
+        "pass over the data"
+    ),
+    "ledger": "the counts of issued groups, samples and tokens by their fates, after each step",
+    "lost": "made by steps that a restart trained again from a checkpoint; they do not count",
     "incarnation": "one start of the learner; a run that was restarted has several",
     "ancestor": "a version from which the weights of a step were made, in runs that went back to a checkpoint",
     "publication": "weights that were sent to the generators",
     "kept": "stored in the run's directory, because of the setting audit.keep_weights",
     "filter": "a setting that leaves samples out of training, for example those that were cut at the length limit",
-    "plain": "computed by the second path, with the libraries torch and transformers; see `what_this_is`",
+    "plain": (
+        "computed by a second, simple path: torch and transformers, the whole model, one sample at a time. Check 6 is "
+        "named after it, the witness"
+    ),
+    "verdict": (
+        "`passed`: no difference is above the accepted one; `failed`: at least one is; `not possible`: the check could "
+        "not run, and says why. A comparison without values has `nothing to compare`. This is no failure, but verifies "
+        "nothing. `result` at the top names every check that failed or was not possible"
+    ),
+    "git": "the commit of asyncrl's source; `-dirty` means that files had changes that no commit has",
 }
+_NOT_CHECKED = (
+    "whether the reward measures what is wanted, and the rewards of samples that check 6 did not score again",
+    "the direction of a gradient, except through the new weights: otherwise its norm is compared",
+    "the optimizer in steps whose new weights were not computed, and all numbers of steps that were not chosen",
+    "rewards of held-out evaluations: only that each prompt has an answer",
+    "that the prompts are those of the data, word by word",
+    "files that were forged on purpose: the same program, asyncrl, wrote them and reads them",
+)
 _OF_CHECKS = {
     "1": "that each prompt was trained once, or its record says why not; no difference is accepted",
     "2": "that after each step as many samples and tokens have a fate as were issued; no difference is accepted",
     "3": "that no trained token is of lost weights, or older than staleness.max_versions; no difference is accepted",
     "4": "digests: each step began with the weights that the step before it made; no difference is accepted",
     "5": (
-        "each step again by the same code: bit by bit. And sampling log-probs under the weights of each token's "
-        "version, with the limit of the run for on-policy tokens (weights.parity_*)"
+        "each step again by the same code: its loss, gradient norm and weights, bit by bit. And the sampling log-prob "
+        "of each token again by the learner's code, under the weights of the token's version; the difference may be as "
+        "large as the setting in brackets"
     ),
     "6": "some steps by a second, plain path; its comparisons are below",
 }
@@ -68,6 +93,8 @@ def certificate(history: History, outcomes: Sequence[Outcome]) -> bytes:
         ),
         "words": _WORDS,
         "result": _result(outcomes),
+        "not_checked": _NOT_CHECKED,
+        "how_to_repeat_it": _command(history, outcomes),
         "run": _run(history),
         "audited": {
             "date_and_time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -101,6 +128,17 @@ def _result(outcomes: Sequence[Outcome]) -> str:
     if failed:
         return f"failed: {', '.join(failed)}"
     return f"passed; not possible: {', '.join(impossible)}" if impossible else "passed"
+
+
+def _command(history: History, outcomes: Sequence[Outcome]) -> str:
+    steps = max(
+        (len(each.witnessed.steps) for each in outcomes if isinstance(each.witnessed, PlainComputation)), default=0
+    )
+    asked = f" --witness-steps {steps}" if steps else ""
+    return (
+        f"asyncrl audit {history.directory.name}{asked}, with the run's directory on any machine. Check 5 needs the "
+        "same model of processor and the same versions of packages"
+    )
 
 
 def _run(history: History) -> dict[str, Any]:
@@ -163,7 +201,7 @@ def _second_computation(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         ),
         "training_steps_of_which_the_new_weights_were_computed": witnessed.optimizer_steps,
         "comparisons": [_comparison(each) for each in witnessed.comparisons],
-        "not_computed": [*witnessed.left_out, "the value of the loss: its gradient is compared"],
+        "not_computed": [*witnessed.left_out, "the value of the loss: the norm of its gradient is compared"],
     }
 
 

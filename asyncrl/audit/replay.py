@@ -43,9 +43,6 @@ from asyncrl.ranks.digest import combined
 from asyncrl.ranks.worker import SCORED_COLUMNS
 from asyncrl.weights.parity import ParityLimits
 
-FINE_NATS = 1e-5
-"""Differences above this are counted. vLLM's float32 kernels on CPUs differ from torch's by up to about 1.2e-5 nats for
-single tokens of the quickstart, so a limit for every token has to be higher."""
 _PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 """Packages on whose version the bits of a step depend."""
 
@@ -70,11 +67,12 @@ def steps_replay(history: History, *, trust: bool = False) -> str:
         )
     with _policy(config) as policy:
         _replay(policy, config, history.steps, batches)
-        differences = _rescore(policy, kept, history.steps, batches, config=config)
+        limits = ParityLimits.of(config, temperature=config.generator.temperature)
+        differences = _rescore(policy, kept, history.steps, batches, config=config, limits=limits)
     return (
         f"{len(batches)} steps computed again have the recorded loss, gradient norm and weights bit by bit; "
         f"{len(differences)} tokens were scored again under the weights of their versions, with differences of at most "
-        f"{max(differences):.2g} nats ({sum(each > FINE_NATS for each in differences)} above {FINE_NATS:g})"
+        f"{max(differences):.2g} nats ({limits.in_words()})"
     )
 
 
@@ -176,10 +174,10 @@ def _rescore(
     batches: Sequence[tuple[Lease, BatchedDataDict]],
     *,
     config: Config,
+    limits: ParityLimits,
 ) -> list[float]:
     """Scores every trained token under the kept weights of its version. Returns the differences from the sampling
     log-probs, nats. Raises Counterexample for one above the run's tolerance."""
-    limits = ParityLimits.of(config, temperature=config.generator.temperature)
     spans: dict[Version, list[_Span]] = defaultdict(list)
     for step, (_, rows) in zip(steps, batches, strict=True):
         for version, span in token_spans(step, rows):

@@ -1,5 +1,6 @@
 """`asyncrl audit RUN`: checks from a run's records that every prompt was trained exactly once by known weights."""
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ import typer
 from asyncrl.cli.options import RecordedRun, Trust
 from asyncrl.cli.terminal import say
 from asyncrl.deployment.known_runs import existing_run
+from asyncrl.errors import ConfigError
 
 WitnessSteps = Annotated[
     int,
@@ -62,6 +64,8 @@ def audit(
     from asyncrl.audit.certificate import certificate_path
     from asyncrl.audit.history import Verdict, read_history
 
+    if certificate is not None and not os.access(certificate.absolute().parent, os.W_OK):
+        raise ConfigError(f"--certificate {certificate}: its folder is missing or cannot be written; name another file")
     history, outcomes = read_history(existing_run(run)), []
     for outcome in outcomes_of(
         history, trust=trust, witness_steps=witness_steps, progress=lambda text: say(text, err=True)

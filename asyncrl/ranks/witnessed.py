@@ -28,7 +28,7 @@ from asyncrl.ranks.model_rows import branches_as_rows
 from asyncrl.ranks.own_loss import MASKS, OwnLoss, masked_finding
 from asyncrl.ranks.report import UpdatePlan
 from asyncrl.user_code import describe_error
-from asyncrl.weights.parity import Differences, ParityLimits
+from asyncrl.weights.parity import Differences, ParityLimits, room_for_few
 from asyncrl.witness.judge import (
     FORMULA,
     GRADIENT_BFLOAT16,
@@ -46,8 +46,6 @@ from asyncrl.witness.objective import Axes, Sample
 from asyncrl.witness.optimizer import Element, difference, rate_of_step, stepped
 from asyncrl.witness.plain_pass import plain_attention, plain_pass
 
-LEAST_TOKENS = 200
-"""Tokens over which differences of log-probs in bfloat16 are averaged. Tokens that are missing count as equal."""
 WITNESS = "witness"
 """Column [B]: the number of a row within the drawn group, −1 for other rows."""
 
@@ -503,8 +501,10 @@ def _row_findings(found: Differences, *, policy: str, config: Config, exact: boo
         limits = ParityLimits.of(config, temperature=config.generator.temperature)
         ratio, words = found.max_nats / limits.largest_nats, f"by at most {found.max_nats:.3g} nats"
     else:
-        mean = found.spread(least_tokens=LEAST_TOKENS).mean_nats  # a single token may differ much
-        ratio, words = mean / config.weights.parity_mean_nats, f"by {mean:.3g} nats on average"
+        # half of what engine and learner may differ by: both passes are the learner's
+        limit_nats = config.weights.parity_mean_nats / 2 * room_for_few(found.tokens)
+        mean_nats = found.spread().mean_nats
+        ratio, words = mean_nats / limit_nats, f"by {mean_nats:.3g} nats on average (limit {limit_nats:.3g})"
     words = f"log-probs{policy} of {found.tokens} tokens differ {words} from those of their rows alone"
     return [Finding(check="rows", ratio=ratio, words=words)]
 

@@ -5,7 +5,8 @@ In float32 the largest difference decides.
 In bfloat16 both sides round, and a healthy model of 30 layers has a mean difference of 0.03 to 0.04 nats, where a small
 one has 0.003. So the unit is what this run shows at its start: the mean and the root mean square of its first
 differences. Later ones may be `weights.parity_factor` times as large. The unit itself may have a mean of at most
-`weights.parity_mean_nats`. Differences of the learner's training steps are judged over at least `POOLED_TOKENS` tokens.
+`weights.parity_mean_nats`, over at least `FIRST_TOKENS` tokens: a run with a small batch may never have more tokens of
+its own weights. Later differences of the learner's training steps are judged over at least `POOLED_TOKENS` tokens.
 
 In both precisions there is a second test, of tokens that the engine has sampled. If the engine reports the
 probabilities with which it samples, the mean of p_learner / p_engine over these tokens is 1, whatever weights and
@@ -23,6 +24,8 @@ from asyncrl.config.schema import Config
 POOLED_TOKENS = 2000
 """Tokens over which differences are judged, but for the largest one. Tokens that are missing count as equal, so that
 few tokens are judged too if they differ much."""
+FIRST_TOKENS = 200
+"""The same before there is a unit, whose limit leaves more room."""
 LEAST_UNIT_NATS = 1e-2
 """A unit is at least this large (mean): a model whose probabilities become more extreme rounds more than before."""
 LEAST_UNIT_RMS_NATS = 1.6e-2
@@ -30,7 +33,7 @@ LEAST_UNIT_RMS_NATS = 1.6e-2
 RELATIVE_SPREAD = 1.2
 """Standard deviation of the difference of a token, as a share of the mean difference: measured in bfloat16."""
 SIGMAS = 3.0
-"""Standard errors by which the mean over few tokens, those of a probe, may be larger than its limit."""
+"""Standard errors by which the mean over few tokens, as those of a probe, may be larger than its limit."""
 WEIGHT_BIAS = 0.01
 """The mean of p_learner / p_engine may differ from 1 by this much and by `WEIGHT_SIGMAS` standard errors."""
 WEIGHT_SIGMAS = 5.0
@@ -139,6 +142,15 @@ class ParityLimits:
         return f"weights.parity_tolerance_nats = {self.tolerance_nats:g}{divided}"
 
 
+def room_for_few(tokens: int) -> float:
+    """Returns by which factor the mean difference of so many tokens may be above its limit in bfloat16, by chance.
+
+    >>> round(room_for_few(16), 2), round(room_for_few(1600), 2)
+    (1.9, 1.09)
+    """
+    return 1.0 + SIGMAS * RELATIVE_SPREAD / math.sqrt(max(tokens, 1))
+
+
 class ParityJudge:
     """Judges differences against the unit, which are the first ones. With `least_tokens` the newest ones are pooled
     until they have so many tokens; otherwise the differences of each call are judged alone."""
@@ -168,8 +180,8 @@ class ParityJudge:
         )
 
     def _spread(self, pooled: Differences) -> Verdict:
-        found = pooled.spread(least_tokens=self._least_tokens)
         if self.unit is None:
+            found = pooled.spread(least_tokens=min(self._least_tokens, FIRST_TOKENS))
             limit = self._limits.mean_nats
             ratio = found.mean_nats / limit
             if ratio <= 1.0 and pooled.tokens >= self._least_tokens:
@@ -179,8 +191,9 @@ class ParityJudge:
                 f"the first {pooled.tokens} tokens, which give the unit, differ by {found.mean_nats:.3g} nats on "
                 f"average (at most by {pooled.max_nats:.3g}), and weights.parity_mean_nats = {limit:g}",
             )
+        found = pooled.spread(least_tokens=self._least_tokens)
         unit, factor = self.unit, self._limits.factor
-        limit = factor * unit.mean_nats * (1.0 + SIGMAS * RELATIVE_SPREAD / math.sqrt(pooled.tokens))
+        limit = factor * unit.mean_nats * room_for_few(pooled.tokens)
         by_mean = Verdict(
             found.mean_nats / limit,
             f"{pooled.tokens} tokens differ by {found.mean_nats:.3g} nats on average (at most by "

@@ -182,6 +182,8 @@ def test_the_certificate_says_what_was_compared_in_words(healthy: Path, tmp_path
     assert f"certificate: {path}" in done.stdout
     assert "6 witness: computing step 3 plainly (3 of 3)" in done.stderr
     found = json.loads(path.read_text())
+    assert found["how_to_repeat_it"].startswith("asyncrl audit run --witness-steps 3,")
+    assert any("direction of a gradient" in each for each in found["not_checked"])
     assert found["run"]["training_steps"] == STEPS
     assert found["digests"]["weights_before_the_first_step_xxh3_64"] == f"{read_history(healthy).steps[0].before:016x}"
     assert found["configuration_of_the_run"]["settings_that_say_what_was_trained"]["learner.optimizer.learning_rate"]
@@ -200,6 +202,14 @@ def test_the_certificate_says_what_was_compared_in_words(healthy: Path, tmp_path
     assert "secrets" not in path.read_text()
 
 
+def test_a_certificate_without_a_place_is_refused_before_the_audit(healthy: Path, tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "certificate.json"
+    done = CliRunner().invoke(app, ["audit", str(healthy), "--certificate", str(path)])
+    assert done.exit_code == 2
+    assert "its folder is missing or cannot be written" in done.stderr
+    assert "exactly once" not in done.stdout
+
+
 def test_without_the_option_there_is_no_sixth_check_and_no_certificate(healthy: Path) -> None:
     done = CliRunner().invoke(app, ["audit", str(healthy)])
     assert "6 witness" not in done.stdout
@@ -213,7 +223,7 @@ from asyncrl.cli.main import app
 
 words = ["audit", sys.argv[1], "--witness-steps", "2"]
 # imports everything first, because other users may not be able to read the folder of this Python
-CliRunner().invoke(app, [*words, "--certificate", "/nonexistent/certificate.json"])
+CliRunner().invoke(app, [*words, "--certificate", sys.argv[2]])
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
@@ -228,7 +238,7 @@ def test_a_moved_run_is_witnessed_by_another_user_who_cannot_write_to_it(healthy
         Path(folder).chmod(0o755)
         moved = shutil.copytree(healthy, Path(folder) / "elsewhere")
         environment = os.environ | {"HOME": "/nonexistent", "PYTHONPATH": str(Path(asyncrl.__file__).parents[1])}
-        words = [sys.executable, "-c", AS_ANOTHER_USER, str(moved)]
+        words = [sys.executable, "-c", AS_ANOTHER_USER, str(moved), f"{folder}/certificate.json"]
         done = subprocess.run(words, cwd="/", env=environment, capture_output=True, text=True, timeout=600)
     assert "passed: 6 witness: 2 of 4 steps" in done.stdout, done.stderr
     assert f"there is no certificate, because {moved}/audit/certificate.json cannot be written" in done.stdout

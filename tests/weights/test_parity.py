@@ -113,7 +113,7 @@ def test_a_probe_has_few_tokens_and_each_one_is_judged_alone(times: float, agree
     assert probes.judge(differences(*first)).ratio < 1.0, "the one before does not count"
 
 
-@pytest.mark.parametrize(("tokens", "agrees"), [(20, True), (600, False)])
+@pytest.mark.parametrize(("tokens", "agrees"), [(20, True), (100, False), (600, False)])
 def test_tokens_that_are_missing_count_as_equal(tokens: int, agrees: bool) -> None:
     assert (judge(least_tokens=POOLED_TOKENS).judge(differences(*[0.9] * tokens)).ratio <= 1.0) is agrees
 
