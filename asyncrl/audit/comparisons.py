@@ -1,8 +1,15 @@
-"""The comparisons of check 6 of the audit, each with its worst number."""
+"""The comparisons of check 6 of the audit: what each compares, its limit, and its worst number."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+EQUAL_GRADIENTS = 1e-3
+"""Largest accepted difference of the gradient's norm, as a share of it."""
+EQUAL_RATES = 1e-6
+"""Largest accepted difference of a learning rate, as a share of it."""
+EQUAL_CHANGES = 0.02
+"""Largest accepted difference of a tensor's change in a step, as a share of the norm of this change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +84,89 @@ def _listed(numbers: Sequence[int]) -> str:
     starts = [n for place, n in enumerate(numbers) if not place or numbers[place - 1] != n - 1]
     ends = [n for place, n in enumerate(numbers) if n + 1 not in numbers[place + 1 :]]
     return ", ".join(f"{start}" if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
+
+
+def comparisons(*, tolerance_nats: float, equal_advantages: float, most_groups: int) -> list[Comparison]:
+    """Returns the comparisons before their first number, in the order in which a reader should look at them.
+
+    `tolerance_nats` is the largest accepted difference of two log-probs, and `equal_advantages` that of two advantages,
+    as a share of the largest one. The samples of at most `most_groups` groups are scored again.
+    """
+    return [*_of_samples(tolerance_nats, most_groups=most_groups), *_of_updates(equal_advantages)]
+
+
+def _of_samples(tolerance_nats: float, *, most_groups: int) -> list[Comparison]:
+    return [
+        Comparison(
+            check="counts",
+            compares="numbers of samples and of tokens that the step trained, by its record and the kept masks, with "
+            "those that its filters leave",
+            things="tokens",
+            unit="samples or tokens",
+            limit=0.0,
+        ),
+        Comparison(
+            check="rewards",
+            compares="recorded rewards of all steps, with those of the samples' texts, scored again by the reward that "
+            f"the configuration names; for the groups whose texts the run kept in samples/, at most {most_groups}",
+            things="rewards",
+            unit="(the difference of two rewards)",
+            limit=1e-6,
+            nothing="see `not_computed`",
+        ),
+        Comparison(
+            check="rows",
+            compares="log-probs at the start of the step, as the run kept them, with those of each row alone by the "
+            "plain pass under the kept weights",
+            things="log-probs",
+            unit="nats",
+            limit=tolerance_nats,
+            nothing="the objective does not read them, so the run did not compute them",
+        ),
+        Comparison(
+            check="sampling",
+            compares="sampling log-probs of the step's newest tokens, which the weights before the step have sampled, "
+            "with those of the plain pass under the kept weights; check 5 compares tokens of older weights",
+            things="sampling log-probs",
+            unit="nats",
+            limit=tolerance_nats,
+            nothing="all tokens of these steps are of older weights",
+        ),
+    ]
+
+
+def _of_updates(equal_advantages: float) -> list[Comparison]:
+    return [
+        Comparison(
+            check="advantages",
+            compares="advantages in the kept batch, with those that follow from the recorded rewards",
+            things="advantages",
+            unit="of the largest advantage",
+            limit=equal_advantages,
+        ),
+        Comparison(
+            check="rate",
+            compares="learning rate of each trained step of the run in steps.jsonl, with that of the schedule in the "
+            "configuration",
+            things="learning rates",
+            unit="of the rate",
+            limit=EQUAL_RATES,
+            nothing="steps.jsonl has no line of a trained step",
+        ),
+        Comparison(
+            check="gradient",
+            compares="norm of the gradient of the loss of all samples before it is clipped, as recorded, with that of "
+            "the plain pass and the objective's formula; a norm for each update",
+            things="gradients",
+            unit="of the gradient's norm",
+            limit=EQUAL_GRADIENTS,
+        ),
+        Comparison(
+            check="optimizer",
+            compares="change of each weight tensor between kept versions, with AdamW's formula and the plain gradient, "
+            "from zero moments at the run's first step; differences that the rounding of float32 explains count as 0",
+            things="changes of weights",
+            unit="of the norm of the tensor's change",
+            limit=EQUAL_CHANGES,
+        ),
+    ]

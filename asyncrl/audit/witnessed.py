@@ -15,35 +15,31 @@ The checks of a step, in the order in which a reader should look at them: a late
     rate        recorded learning rates; not only of the chosen steps
     gradient    norm of the loss's gradient of all rows, with the coefficients of the objective's formula
     optimizer   the new weights, by AdamW from zero moments; for the first steps of the run
-
-Legend: B rows, S tokens.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-import torch
 from safetensors import SafetensorError
 
 from asyncrl.algorithms.baselines import DiscountedOutcome, has_token_advantages, resolve_advantage
 from asyncrl.algorithms.calibration import needs_calibration
 from asyncrl.algorithms.loss import build_loss
 from asyncrl.algorithms.presets import advantage_of, is_own_loss
-from asyncrl.audit.comparisons import Comparison, PlainComputation
+from asyncrl.audit.comparisons import EQUAL_GRADIENTS, PlainComputation, comparisons
 from asyncrl.audit.history import Counterexample, History, NotPossible
 from asyncrl.audit.kept_batches import check_same_settings, kept_batch, kept_steps
 from asyncrl.audit.plain_bounds import with_bounds
-from asyncrl.audit.plain_model import CPU, Moments, PlainModel, Tensors, norm_of, sequences_of
+from asyncrl.audit.plain_model import CPU, Moments, PlainModel, Tensors, norm_of
 from asyncrl.audit.rescored import MOST_GROUPS, reward_differences
-from asyncrl.buffer.records import Lease
+from asyncrl.audit.trained_rows import TrainedRow, trained_rows
 from asyncrl.checkpoints.directory import CHECKPOINTS, HF, complete_steps, folder_of
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import BRANCH, NO_TOKEN, SUPPORT
 from asyncrl.errors import CheckpointError
 from asyncrl.learner.audit_records import TrainedStep
 from asyncrl.learner.records import StepRecord, read_config, read_lines
@@ -56,13 +52,6 @@ from asyncrl.witness.objective import Axes, Counts, Derivatives, Sample, derivat
 from asyncrl.witness.optimizer import rate_of_step
 from asyncrl.witness.plain_pass import plain_attention, plain_pass
 from asyncrl.witness.step import Completion, advantages, counts, trained
-
-EQUAL_GRADIENTS = 1e-3
-"""Largest accepted difference of the gradient's norm, as a share of it."""
-EQUAL_RATES = 1e-6
-"""Largest accepted difference of a learning rate, as a share of it."""
-EQUAL_CHANGES = 0.02
-"""Largest accepted difference of a tensor's change in a step, as a share of the norm of this change."""
 
 
 def chosen_steps(trained_steps: int, wanted: int) -> tuple[list[int], list[int]]:
@@ -116,76 +105,6 @@ def _described(history: History) -> Path:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sequence:
-    """A sequence as a model sees it: a row, or a branch of one. `supports` has the ids of the support of each token but
-    the first. `start` is the place of its first token in the row."""
-
-    start: int
-    tokens: list[int]
-    supports: list[list[int]] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    """A trained row. `places` are those of its trained tokens; the columns have one entry for each of them. `unusable`
-    tokens have a number that is not finite: the ranks mask them, so they are not among the places."""
-
-    name: str
-    unusable: int
-    completion: Completion
-    sequences: list[_Sequence]
-    places: list[int]
-    columns: Mapping[str, list[float]]
-
-    def column(self, name: str) -> list[float]:
-        return self.columns.get(name, [])
-
-
-def _trained_rows(step: TrainedStep, lease: Lease, rows: BatchedDataDict, kept: Sequence[bool]) -> dict[int, _Row]:
-    """Returns the rows of a step that its filters leave, by their numbers."""
-    found: dict[int, _Row] = {}
-    completions = completions_of(lease)
-    groups = [(group, place) for group in lease.groups for place in range(len(group.meta.rewards))]
-    for n, (group, place) in enumerate(groups):
-        if not kept[n]:
-            continue
-        row = {name: column[n] for name, column in rows.items()}
-        mask_S = row["token_mask"] > 0
-        mask_S[0] = False
-        if group.extended:  # tokens beyond the limit of the ticket are masked
-            mask_S &= step.step - row["weight_versions"] <= group.max_staleness_versions
-        usable_S = mask_S.clone()
-        for column in (PREV_LOGPROBS, "generation_logprobs", "advantages"):
-            if column in row:
-                usable_S &= row[column].isfinite()
-        places = usable_S.nonzero().flatten().tolist()
-        columns = {
-            name: column[places].double().tolist() if column.ndim else [float(column)] * len(places)
-            for name, column in row.items()
-            if name not in (SUPPORT, BRANCH, "input_ids", "input_lengths")
-        }
-        found[n] = _Row(
-            name=f"sample {place} of group {group.meta.group} in step {step.step}",
-            unusable=int(mask_S.sum()) - len(places),
-            completion=completions[n],
-            sequences=list(_sequences(row)),
-            places=places,
-            columns=columns,
-        )
-    return found
-
-
-def _sequences(row: Mapping[str, torch.Tensor]) -> Iterator[_Sequence]:
-    for start, stop in sequences_of(row, branches=BRANCH):
-        supports = None
-        if SUPPORT in row:
-            listed = row[SUPPORT][start + 1 : stop].tolist()
-            supports = [[token for token in support if token != NO_TOKEN] for support in listed]
-        if stop - start > 1:
-            yield _Sequence(start=start, tokens=row["input_ids"][start:stop].tolist(), supports=supports)
-
-
 class _Witness:
     """Witnesses steps one after the other, the first ones of the run first."""
 
@@ -204,7 +123,10 @@ class _Witness:
         self._objective = self._read_objective()
         tolerance = ParityLimits.of(config, temperature=config.generator.temperature).largest_nats
         equal = EQUAL if self._token_rule is None else EQUAL_TOKENS
-        self.found = {each.check: each for each in (*_of_samples(tolerance), *_of_updates(equal))}
+        self.found = {
+            each.check: each
+            for each in comparisons(tolerance_nats=tolerance, equal_advantages=equal, most_groups=MOST_GROUPS)
+        }
 
     def left_out_in_words(self) -> tuple[str, ...]:
         """Returns what was not witnessed, with the reasons."""
@@ -235,7 +157,7 @@ class _Witness:
         lease, rows = kept_batch(self._kept, step)
         completions = completions_of(lease)
         kept = trained(completions, axes=self._sample_axes, config=self._config)
-        found = _trained_rows(step, lease, rows, kept)
+        found = trained_rows(step, lease, rows, kept)
         self._unusable += sum(row.unusable for row in found.values())
         self._compare_counts(step, rows, kept, found)
         longest = max((len(each.tokens) for row in found.values() for each in row.sequences), default=0)
@@ -288,7 +210,7 @@ class _Witness:
 
     # --- the passes -------------------------------------------------------------------------------------------------
 
-    def _reference(self, rows: Mapping[int, _Row], initial: Version) -> dict[int, list[float]]:
+    def _reference(self, rows: Mapping[int, TrainedRow], initial: Version) -> dict[int, list[float]]:
         """Returns the log-probs of rows under the weights with which the run began, if objective or estimator read
         them."""
         kl = self._token_rule is not None and self._token_rule["kl"] is not None
@@ -298,7 +220,7 @@ class _Witness:
         with self._model.without_adapter():
             return {n: self._logprobs(row) for n, row in rows.items()}
 
-    def _logprobs(self, row: _Row, slopes: Derivatives | None = None) -> list[float]:
+    def _logprobs(self, row: TrainedRow, slopes: Derivatives | None = None) -> list[float]:
         """Returns the log-probs of the row's trained tokens. With `slopes`, adds the gradient of the loss to those of
         the model."""
         at: dict[int, float] = {}
@@ -321,7 +243,7 @@ class _Witness:
     # --- the checks -------------------------------------------------------------------------------------------------
 
     def _compare_counts(
-        self, step: TrainedStep, rows: BatchedDataDict, kept: Sequence[bool], found: Mapping[int, _Row]
+        self, step: TrainedStep, rows: BatchedDataDict, kept: Sequence[bool], found: Mapping[int, TrainedRow]
     ) -> None:
         recorded = [sample.trained for group in step.groups for sample in group.samples]
         masks = (rows["sample_mask"] > 0).tolist()
@@ -335,7 +257,9 @@ class _Witness:
         )
         self._compare("counts", tokens, float(apart), where)
 
-    def _compare_rows(self, step: TrainedStep, rows: Mapping[int, _Row], start: Mapping[int, list[float]]) -> None:
+    def _compare_rows(
+        self, step: TrainedStep, rows: Mapping[int, TrainedRow], start: Mapping[int, list[float]]
+    ) -> None:
         for n, row in rows.items():
             fresh = [version == step.step for version in row.column("weight_versions")]
             for check, name, picked in (
@@ -352,7 +276,7 @@ class _Witness:
     def _compare_advantages(
         self,
         completions: Sequence[Completion],
-        rows: Mapping[int, _Row],
+        rows: Mapping[int, TrainedRow],
         start: Mapping[int, list[float]],
         reference: Mapping[int, list[float]],
     ) -> None:
@@ -375,7 +299,7 @@ class _Witness:
     def _compare_token_advantages(
         self,
         outcomes: Sequence[float],
-        rows: Mapping[int, _Row],
+        rows: Mapping[int, TrainedRow],
         start: Mapping[int, list[float]],
         reference: Mapping[int, list[float]],
     ) -> None:
@@ -421,7 +345,7 @@ class _Witness:
         step: TrainedStep,
         completions: Sequence[Completion],
         kept: Sequence[bool],
-        rows: Mapping[int, _Row],
+        rows: Mapping[int, TrainedRow],
         start: Mapping[int, list[float]],
         reference: Mapping[int, list[float]],
         *,
@@ -469,7 +393,7 @@ class _Witness:
 
     def _sample(
         self,
-        row: _Row,
+        row: TrainedRow,
         step: TrainedStep,
         start: Sequence[float],
         current: Sequence[float],
@@ -491,7 +415,7 @@ class _Witness:
     def _axes_of_step(
         self,
         step: TrainedStep,
-        rows: Mapping[int, _Row],
+        rows: Mapping[int, TrainedRow],
         start: Mapping[int, list[float]],
         reference: Mapping[int, list[float]],
     ) -> Axes:
@@ -507,7 +431,7 @@ class _Witness:
     def _gradient(
         self,
         axes: Axes,
-        rows: Mapping[int, _Row],
+        rows: Mapping[int, TrainedRow],
         samples: Mapping[int, Sample],
         of_update: Counts,
         *,
@@ -570,80 +494,3 @@ def _token_rule(config: Config) -> Axes | None:
         return None
     found: Axes = msgspec.to_builtins(axes)
     return {**found, "name": "discounted"}
-
-
-def _of_samples(tolerance_nats: float) -> list[Comparison]:
-    return [
-        Comparison(
-            check="counts",
-            compares="numbers of samples and of tokens that the step trained, by its record and the kept masks, with "
-            "those that its filters leave",
-            things="tokens",
-            unit="samples or tokens",
-            limit=0.0,
-        ),
-        Comparison(
-            check="rewards",
-            compares="recorded rewards of all steps, with those of the samples' texts, scored again by the reward that "
-            f"the configuration names; for the groups whose texts the run kept in samples/, at most {MOST_GROUPS}",
-            things="rewards",
-            unit="(the difference of two rewards)",
-            limit=1e-6,
-            nothing="see `not_computed`",
-        ),
-        Comparison(
-            check="rows",
-            compares="log-probs at the start of the step, as the run kept them, with those of each row alone by the "
-            "plain pass under the kept weights",
-            things="log-probs",
-            unit="nats",
-            limit=tolerance_nats,
-            nothing="the objective does not read them, so the run did not compute them",
-        ),
-        Comparison(
-            check="sampling",
-            compares="sampling log-probs of the step's newest tokens, which the weights before the step have sampled, "
-            "with those of the plain pass under the kept weights; check 5 compares tokens of older weights",
-            things="sampling log-probs",
-            unit="nats",
-            limit=tolerance_nats,
-            nothing="all tokens of these steps are of older weights",
-        ),
-    ]
-
-
-def _of_updates(equal_advantages: float) -> list[Comparison]:
-    return [
-        Comparison(
-            check="advantages",
-            compares="advantages in the kept batch, with those that follow from the recorded rewards",
-            things="advantages",
-            unit="of the largest advantage",
-            limit=equal_advantages,
-        ),
-        Comparison(
-            check="rate",
-            compares="learning rate of each trained step of the run in steps.jsonl, with that of the schedule in the "
-            "configuration",
-            things="learning rates",
-            unit="of the rate",
-            limit=EQUAL_RATES,
-            nothing="steps.jsonl has no line of a trained step",
-        ),
-        Comparison(
-            check="gradient",
-            compares="norm of the gradient of the loss of all samples before it is clipped, as recorded, with that of "
-            "the plain pass and the objective's formula; a norm for each update",
-            things="gradients",
-            unit="of the gradient's norm",
-            limit=EQUAL_GRADIENTS,
-        ),
-        Comparison(
-            check="optimizer",
-            compares="change of each weight tensor between kept versions, with AdamW's formula and the plain gradient, "
-            "from zero moments at the run's first step; differences that the rounding of float32 explains count as 0",
-            things="changes of weights",
-            unit="of the norm of the tensor's change",
-            limit=EQUAL_CHANGES,
-        ),
-    ]

@@ -34,7 +34,7 @@ SEEDS_A_RUN = 2**32
 """Sample seeds of one `run.seed`. A `run.seed` is below 2**31, so all of them are below 2**63, the limit of vLLM."""
 LAST_ATTEMPTS = 10_000
 """Number of ended groups whose last attempt is remembered, to name the reason why a late commit is refused. Groups that
-were trained at their first attempt need no memory. A commit of an older one is refused too."""
+were trained at their first attempt need no memory. A late commit of a forgotten group is answered UNKNOWN."""
 
 _KEY = re.compile(r"(\d+)\.(\d+)")
 
@@ -69,9 +69,9 @@ class Slot:
     """The slot of one group from reserve to ack. `meta` is None until the commit.
 
     `reserved_step` and `ready_step` are the learner's step at the reserve and at the commit. A ticket is `confirmed`
-    when a heartbeat of its replica has named it. It then lives as long as its replica sends heartbeats. A ticket that
+    when a heartbeat of its actor has named it. It then lives as long as its actor sends heartbeats. A ticket that
     is not confirmed ends some time after `last_seen_s`, because the reply with it may be lost. `sampled_tokens` is the
-    number of tokens that the replica reported last, and `newest_step` is the step of the newest weights that it
+    number of tokens that the actor reported last, and `newest_step` is the step of the newest weights that it
     reported. `deadline` is the ticket's, unless `staleness.on_deadline: mask` has extended it. `prefix` is what the
     data plane has of a reserved group, from this attempt or from an earlier one.
     """
@@ -132,7 +132,8 @@ class Slot:
 
 
 class KeptRows:
-    """What the data plane keeps for a learner that goes back to a checkpoint, and for the next attempts at groups.
+    """The rows and partial generations that the data plane keeps for a learner that goes back to a checkpoint, and for
+    the next attempts at groups.
 
     A learner can go back to the newest complete checkpoint, and to the newest snapshot. The checkpoint of that snapshot
     may still be being written, and it reads the rows. So these stay:
@@ -186,6 +187,10 @@ class KeptRows:
     def retained(self) -> list[Slot]:
         """Returns the slots that the retained groups had."""
         return [slot for slot, _ in self._retained.values()]
+
+    def retains(self, key: str) -> bool:
+        """Returns whether the group with this key is retained."""
+        return key in self._retained
 
     def retain(self, slot: Slot, *, step: int) -> bool:
         """Retains a group that `step` has ended, if a checkpoint needs it. Returns False if none needs it."""
@@ -309,14 +314,15 @@ class Groups:
     - `waiting`: the prompts at the front, by group. They are issued before any new prompt, and hold no slot.
     - `open`: every slot by group, in the order of the reserves.
     - `reserved`: the reserved slots by key.
-    - `held`: the reserved slots of each replica, by key. A replica without a ticket is not in it.
+    - `held`: the reserved slots of each actor, by key. An actor without a ticket is not in it.
     - `unconfirmed`: the reserved slots whose tickets no heartbeat has named, by key, the oldest first.
-    - `must_report_all`: the replicas that have to name all of their tickets, because a ticket that they may hold has
+    - `must_report_all`: the actors that have to name all of their tickets, because a ticket that they may hold has
       ended.
     - `ready`: the slots of committed groups, by group. `ready_by_deadline` is their number for each deadline.
     - `leased`: the slots that the learner trains.
     - `last_of_ended`: the last attempt at each ended group, and whether it was committed. The common case (attempt 0,
       committed) is left out, so that memory does not grow with every group.
+    - `newest_forgotten`: the largest group that is not in `last_of_ended` any longer, -1 if there is none.
     - `unleased_by_deadline`: the number of reserved and ready groups by deadline. `-=` forgets the deadlines that no
       group has, so it does not grow with every step of the run.
     - `booked_bytes`: the bytes that all slots book.
@@ -345,6 +351,7 @@ class Groups:
         self.leased: list[Slot] = []
         self._leased_tokens = 0
         self.last_of_ended: dict[int, tuple[int, bool]] = {}
+        self.newest_forgotten = -1
         self.unleased_by_deadline: Counter[int] = Counter()
         self.booked_bytes = 0
 
@@ -359,13 +366,13 @@ class Groups:
 
     # --- prompts, and the attempts at them ----------------------------------------------------------------------
 
-    def next_prompt(self, *, replica: str) -> WaitingPrompt | None:
+    def next_prompt(self, *, actor: str) -> WaitingPrompt | None:
         """Returns the earliest prompt at the front, else a new prompt; None if there is neither.
 
-        A prompt that failed on this replica, also on an earlier process of it, comes last, if a healthy replica has not
-        tried it.
+        A prompt that failed on the replica of `actor`, also on an earlier actor of it, comes last, if a healthy replica
+        has not tried it.
         """
-        name = replica_of(replica)
+        name = replica_of(actor)
 
         def other_may_try(prompt: WaitingPrompt) -> bool:
             return name in map(replica_of, prompt.failed_on) and self._fleet.has_other_than(prompt.failed_on)
@@ -408,22 +415,26 @@ class Groups:
             prefix=prefix,
         )
 
-    def restore(self, *, issued: int, exhausted: bool, last_of_ended: Mapping[int, tuple[int, bool]]) -> None:
-        """Continues from the numbers of a snapshot."""
+    def restore(
+        self, *, issued: int, exhausted: bool, last_of_ended: Mapping[int, tuple[int, bool]], newest_forgotten: int
+    ) -> None:
+        """Continues from the numbers of a snapshot. `newest_forgotten` is that of the buffer before it."""
         self.issued, self.exhausted, self.last_of_ended = issued, exhausted, dict(last_of_ended)
+        self.newest_forgotten = newest_forgotten
 
     def is_last_attempt(self, ticket: Ticket) -> bool:
         """Returns whether the group has failed if this attempt fails.
 
-        That is the attempt number `max_attempts`. Attempts on replicas that were quarantined do not count, up to the
+        That is the attempt number `max_attempts`. Attempts on actors that were quarantined do not count, up to the
         same number: a prompt that ends every engine must not be tried for ever.
         """
         failed_on, most = [*ticket.failed_on, ticket.replica], self.limits.max_attempts
-        counted = sum(not self._fleet.is_excused(replica) for replica in failed_on)
+        counted = sum(not self._fleet.is_excused(actor) for actor in failed_on)
         return counted >= most or len(failed_on) >= 2 * most
 
     def last_attempt(self, group: int) -> tuple[int, bool] | None:
-        """Returns (last issued attempt at a group, whether it was committed); None if there is no such group."""
+        """Returns (last issued attempt at a group, whether it was committed); None if there is no such group. A group
+        that may be forgotten counts as trained at its first attempt (`is_forgotten`)."""
         if not 0 <= group < self.issued:
             return None
         if slot := self.open.get(group):
@@ -437,10 +448,21 @@ class Groups:
         last = self.last_attempt(group)
         return 0 if last is None else last[0] + 1
 
+    def is_forgotten(self, group: int, attempt: int) -> bool:
+        """Returns whether it is not known any longer how an attempt at an ended group ended. Its rows may be cleared.
+
+        A group that was trained at its first attempt, before the newest forgotten one, looks like a forgotten one.
+        """
+        if group > self.newest_forgotten or group in self.open or group in self.waiting:
+            return False
+        return group not in self.last_of_ended and not self.kept.retains(f"{group}.{attempt}")
+
     def has_ended(self, group: int, attempt: int) -> bool:
         """Returns whether no commit of this attempt was accepted or can be accepted. An attempt that was never issued
         counts as such, because a restore forgets the attempts that were issued after its snapshot. So does an attempt
-        whose rows were lost after its commit."""
+        whose rows were lost after its commit, and a forgotten one."""
+        if self.is_forgotten(group, attempt):
+            return True
         slot = self.open.get(group)
         waits = slot is not None and slot.ticket.attempt == attempt
         return not waits and self.last_attempt(group) != (attempt, True)
@@ -487,7 +509,7 @@ class Groups:
 
     # --- reserved groups ----------------------------------------------------------------------------------------
 
-    def admit(self, prompt: WaitingPrompt, *, replica: str, version: Version, step: int, now_s: float) -> Ticket:
+    def admit(self, prompt: WaitingPrompt, *, actor: str, version: Version, step: int, now_s: float) -> Ticket:
         """Gives the prompt a slot, and returns the ticket."""
         ticket = Ticket(
             group=prompt.group,
@@ -496,7 +518,7 @@ class Groups:
             seed=prompt.seed,
             version=version,
             max_staleness_versions=self.limits.max_staleness_versions,
-            replica=replica,
+            replica=actor,
             failed_on=prompt.failed_on,
             prefix=prompt.prefix,
         )
@@ -520,23 +542,23 @@ class Groups:
         if not slot.confirmed:
             self.unconfirmed[key] = slot
 
-    def confirm(self, key: str, *, tokens: int, replica: str, step: int) -> bool:
-        """Records that a replica named a ticket in a heartbeat, with the tokens that its rollout has sampled so far.
+    def confirm(self, key: str, *, tokens: int, actor: str, step: int) -> bool:
+        """Records that an actor named a ticket in a heartbeat, with the tokens that its rollout has sampled so far.
 
-        `step` is the step of the newest weights that the replica has reported. Returns False if the ticket is not
-        reserved. Another replica's ticket is left alone.
+        `step` is the step of the newest weights that the actor has reported. Returns False if the ticket is not
+        reserved. Another actor's ticket is left alone.
         """
         slot = self.reserved.get(key)
         if slot is None:
             return False
-        if slot.ticket.replica == replica:
+        if slot.ticket.replica == actor:
             slot.confirmed = True
             self.unconfirmed.pop(key, None)
             slot.sampled_tokens, slot.newest_step = tokens, max(slot.newest_step, step)
         return True
 
     def unconfirm(self, slot: Slot, *, now_s: float) -> None:
-        """Records that the replica does not hold the ticket of a reserved group any longer. The ticket ends like one
+        """Records that the actor does not hold the ticket of a reserved group any longer. The ticket ends like one
         whose reply was lost now."""
         slot.confirmed, slot.last_seen_s = False, now_s
         self.unconfirmed[slot.ticket.key] = slot
@@ -545,15 +567,16 @@ class Groups:
         """Returns the reserved groups that are not confirmed since before `cutoff_s`. Takes O(their number)."""
         return list(takewhile(lambda slot: slot.last_seen_s < cutoff_s, self.unconfirmed.values()))
 
-    def sort_unconfirmed(self) -> None:
-        """Puts the groups that are not confirmed into the order of their times, after groups have entered in another
-        order."""
+    def sort_by_time(self) -> None:
+        """Puts the groups with a slot into the order of their reserves, and those that are not confirmed into the order
+        of their times, after groups have entered in another order."""
+        self.open = dict(sorted(self.open.items(), key=lambda each: each[1].reserved_at_s))
         self.unconfirmed = dict(sorted(self.unconfirmed.items(), key=lambda each: each[1].last_seen_s))
 
-    def store(self, key: str, prefix: Prefix, *, replica: str) -> None:
-        """Records what a replica has stored of the group of its ticket."""
+    def store(self, key: str, prefix: Prefix, *, actor: str) -> None:
+        """Records what an actor has stored of the group of its ticket."""
         slot = self.reserved.get(key)
-        if slot is not None and slot.ticket.replica == replica:
+        if slot is not None and slot.ticket.replica == actor:
             self.kept.store(slot, prefix)
 
     def extend(self, slot: Slot) -> None:
@@ -566,7 +589,7 @@ class Groups:
         """Moves a group from reserved to ready. The booked bytes that its rows do not need are free again."""
         if meta.stored is not None:
             self.kept.store(slot, meta.stored)
-        self._leave_replica(slot)
+        self._leave_actor(slot)
         slot.meta, slot.ready_step = meta, step
         self.booked_bytes += meta.row_bytes - slot.booked_bytes
         slot.booked_bytes = meta.row_bytes
@@ -578,7 +601,7 @@ class Groups:
         """Ends a reserved group that was generated, but is not trained. Another prompt may take its slot."""
         if meta.stored is not None:
             self.kept.store(slot, meta.stored)
-        self._leave_replica(slot)  # the slot gets no metadata: the group does not count as committed
+        self._leave_actor(slot)  # the slot gets no metadata: the group does not count as committed
         self._free_unleased(slot)
         self.kept.filter(slot, meta)
         self.ledger.generated(meta.generated_tokens)
@@ -623,7 +646,7 @@ class Groups:
         self._end(slot, Fate.FAILED)
 
     def drop(self, slot: Slot) -> None:
-        """Drops a reserved group. Another prompt may take its slot. The tokens that its replica reported are counted,
+        """Drops a reserved group. Another prompt may take its slot. The tokens that its actor reported are counted,
         because they were generated."""
         self._leave_reserved(slot)
         self.kept.clear(slot)
@@ -636,25 +659,25 @@ class Groups:
 
     def _count_thrown_away(self, tokens: int) -> None:
         """Counts tokens of an attempt that ends without a commit. Stored tokens are counted when they are dropped. The
-        number is not positive if a replica has stored more than it had reported."""
+        number is not positive if an actor has stored more than it had reported."""
         self.ledger.count(Event.TOKENS_THROWN_AWAY, max(0, tokens))
 
     def _leave_reserved(self, slot: Slot) -> None:
-        """Removes a reserved group and frees its slot. Its replica may not know it, so the replica has to name its
+        """Removes a reserved group and frees its slot. Its actor may not know it, so the actor has to name its
         tickets."""
         if slot.confirmed:
             self.must_report_all.add(slot.ticket.replica)
-        self._leave_replica(slot)
+        self._leave_actor(slot)
         self._free_unleased(slot)
 
-    def _leave_replica(self, slot: Slot) -> None:
-        key, replica = slot.ticket.key, slot.ticket.replica
+    def _leave_actor(self, slot: Slot) -> None:
+        key, actor = slot.ticket.key, slot.ticket.replica
         del self.reserved[key]
         self.unconfirmed.pop(key, None)
-        held = self.held[replica]
+        held = self.held[actor]
         del held[key]
         if not held:
-            del self.held[replica]  # otherwise the dict would grow with every replica of the run
+            del self.held[actor]  # otherwise the dict would grow with every actor of the run
 
     # --- ready and leased groups --------------------------------------------------------------------------------
 
@@ -790,7 +813,9 @@ class Groups:
         if last != (0, True):
             self.last_of_ended[slot.ticket.group] = last
             if len(self.last_of_ended) > LAST_ATTEMPTS:
-                del self.last_of_ended[next(iter(self.last_of_ended))]
+                forgotten = next(iter(self.last_of_ended))
+                del self.last_of_ended[forgotten]
+                self.newest_forgotten = max(self.newest_forgotten, forgotten)
 
     def _amount(self, groups: int, *, tokens: int = 0) -> Amount:
         return Amount(groups, groups * self.limits.group_size, tokens)

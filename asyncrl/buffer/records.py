@@ -67,7 +67,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """An attempt at a group: the fields that a ticket shares with a prompt that waits for a ticket.
 
     `seed` is a multiple of the group size, because vLLM gives sample i the seed + i. `prefix` is the partial generation
-    of an earlier attempt with which this one begins. `failed_on` has the replica of each earlier attempt that failed or
+    of an earlier attempt with which this one begins. `failed_on` has the actor of each earlier attempt that failed or
     expired. An attempt that ended with a restart of the run is not among them.
     """
 
@@ -80,9 +80,10 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Ticket(Attempt, frozen=True, kw_only=True, gc=False):
-    """Permission to generate one group. One replica holds it until commit, failure or expiry.
+    """Permission to generate one group. One actor of a replica holds it until commit, failure or expiry.
 
-    `version` is the replica's version at the reserve. `deadline` is the last step that may train the group: `oldest` +
+    `replica` is the name of this actor, not of its replica. Checkpoints have the field under this name. `version` is
+    the actor's version at the reserve. `deadline` is the last step that may train the group: `oldest` +
     `max_staleness_versions` at the time of the reserve.
     """
 
@@ -119,13 +120,13 @@ class WaitingPrompt(Attempt, frozen=True, kw_only=True, gc=False):
 
 
 class HeldReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The tickets that a replica holds, as far as the buffer does not know them yet. A part of each heartbeat.
+    """The tickets that an actor holds, as far as the buffer does not know them yet. A part of each heartbeat.
 
     `number` is larger in each heartbeat than in the one before, also after a restart of the replica's process. `tokens`
     has the new tickets, and those whose number of tokens has changed since the last heartbeat that was answered. It
     maps the key of a ticket to the number of completion tokens that all samples of the group have so far. The number is
     0 while the rollout waits for its start. The engine reports it from time to time, so it may be a few tokens behind.
-    `prefixes` has what the attempts have stored since. If `complete`, `tokens` has all tickets that the replica holds.
+    `prefixes` has what the attempts have stored since. If `complete`, `tokens` has all tickets that the actor holds.
     """
 
     number: int
@@ -137,10 +138,10 @@ class HeldReport(msgspec.Struct, frozen=True, kw_only=True):
 class Renewal(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a heartbeat.
 
-    `ended` are the named tickets that have ended without a commit. No commit of them can be accepted, so the replica
+    `ended` are the named tickets that have ended without a commit. No commit of them can be accepted, so the actor
     need not generate them any longer. With `report_all`, the next heartbeat must be complete: the buffer has ended a
-    ticket of the replica, or does not know which tickets the replica holds. With `must_end`, the replica is quarantined
-    or was replaced: all of its tickets have ended, and it does not come back.
+    ticket of the actor, or does not know which tickets the actor holds. With `must_end`, the actor is quarantined or
+    was replaced: all of its tickets have ended, and it does not come back.
     """
 
     ended: tuple[str, ...] = ()
@@ -165,6 +166,8 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Metadata of a finished group for the control plane. It has no tokens and no tensors.
+
+    `replica` is the name of the actor that generated the group, as in its ticket.
 
     `oldest` and `newest` are the steps of the oldest and newest version that generated a token of the group. Tuples
     have one entry for each sample; a reward is None if it failed and its sample is left out. `version_spans` has runs
@@ -257,9 +260,9 @@ class CommitOutcome(StrEnum):
 
     FILTERED: all rewards of the group are equal, so it is not trained, and another prompt takes its slot
     (`algorithm.zero_variance: resample`). LATE: the ticket has ended before, for example by expiry. UNKNOWN: there was
-    no such ticket. OLD_INCARNATION: the ticket is of another incarnation of the learner. For these four the caller must
-    clear the rows that it stored. DUPLICATE: this attempt is committed already, because the call was repeated; its rows
-    must stay.
+    no such ticket, or the buffer has forgotten it (`LAST_ATTEMPTS`). OLD_INCARNATION: the ticket is of another
+    incarnation of the learner. For these four the caller must clear the rows that it stored. DUPLICATE: this attempt is
+    committed already, because the call was repeated; its rows must stay.
     """
 
     ACCEPTED = "accepted"
@@ -340,8 +343,9 @@ class LeaseWait(StrEnum):
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """The current contents of the buffer, in groups unless the name has another unit.
 
-    `waiting` prompts are at the front for their next attempt and hold no slot. `lease_wait` is the answer to the last
-    lease call; None if that call got a lease.
+    `waiting` prompts are at the front for their next attempt and hold no slot. `oldest_group_age_s` is the time since
+    the reserve of the group that has held a slot for longest, or since the restore of the snapshot in which it was
+    ready. `lease_wait` is the answer to the last lease call; None if that call got a lease.
     """
 
     reserved: int

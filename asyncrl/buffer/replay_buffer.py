@@ -164,8 +164,8 @@ class ReplayBuffer:
         that were ready must be loaded before the next call of `lease`; `rows_lost` names those that are not there.
 
         If this buffer has groups, its learner has died and another one goes back to the snapshot. The groups that only
-        ancestors of `lineage` made stay, also those that a lost step trained and that are retained. Replicas go on with
-        their tickets. `loaded` has the last version that each replica reported. The ledger is that of the snapshot and
+        ancestors of `lineage` made stay, also those that a lost step trained and that are retained. Actors go on with
+        their tickets. `loaded` has the last version that each actor reported. The ledger is that of the snapshot and
         of the groups that stay. A group that an ancestor began and lost weights finished is generated again, and
         continues what is stored of its first tokens. Returns the number of these tokens.
         """
@@ -179,15 +179,15 @@ class ReplayBuffer:
         self.ledger.restore(snapshot.ledger, ended=snapshot.ended)
         self.failures.restore(snapshot.failures)
         restore(self.groups, snapshot, earlier=earlier, lineage=lineage, loaded=loaded, now_s=self._clock())
-        # Some of the replicas' tickets may have ended.
+        # Some of the actors' tickets may have ended.
         self.groups.must_report_all.update(life.actor for life in self.fleet.lives().values())
         return earlier.kept.split_tokens(lineage)
 
     # --- calls of the generators: tickets from their reserve to their commit, failure or expiry -----------------
 
-    def renew(self, replica: str, *, held: HeldReport, version: Version | None = None) -> Renewal | None:
-        """Renews the tickets of a replica that sent a heartbeat, and records the progress that it reports. `version` is
-        the version that the replica has loaded. Returns None for a late heartbeat, which changes nothing. A repeated
+    def renew(self, actor: str, *, held: HeldReport, version: Version | None = None) -> Renewal | None:
+        """Renews the tickets of an actor that sent a heartbeat, and records the progress that it reports. `version` is
+        the version that the actor has loaded. Returns None for a late heartbeat, which changes nothing. A repeated
         one gets its answer again.
 
         A ticket that a heartbeat has named once is renewed by every later heartbeat. So the work does not depend on the
@@ -195,62 +195,64 @@ class ReplayBuffer:
         expires. So does a ticket that a complete heartbeat does not name any longer.
         """
         fleet, groups = self.fleet, self.groups
-        life = fleet.life_of(replica)
+        life = fleet.life_of(actor)
         if life is not None and held.number < life.heartbeat:
             return None
-        life = fleet.heartbeat(replica, has_weights=version is not None)
+        life = fleet.heartbeat(actor, has_weights=version is not None)
         if life is None:
             return Renewal(must_end=True)
         if life.heartbeat == NO_HEARTBEAT:  # it may hold tickets that have ended, also if this is a late heartbeat
-            groups.must_report_all.add(replica)
+            groups.must_report_all.add(actor)
         elif held.complete:
-            groups.must_report_all.discard(replica)
+            groups.must_report_all.discard(actor)
             now_s = self._clock()
-            for slot in [*groups.held.get(replica, {}).values()]:
+            for slot in [*groups.held.get(actor, {}).values()]:
                 if slot.confirmed and slot.ticket.key not in held.tokens:
                     groups.unconfirm(slot, now_s=now_s)
         life.heartbeat = held.number
         if version is not None and self.lineage.has(version):
-            self._loaded(replica, life, step=version.step)
+            self._loaded(actor, life, step=version.step)
         gone = [
             key
             for key, tokens in held.tokens.items()
-            if not groups.confirm(key, tokens=tokens, replica=replica, step=life.step)
+            if not groups.confirm(key, tokens=tokens, actor=actor, step=life.step)
         ]
         for key, prefix in held.prefixes.items():
-            groups.store(key, prefix, replica=replica)
+            groups.store(key, prefix, actor=actor)
         ended = tuple(key for key in gone if (ticket := parsed_key(key)) and groups.has_ended(*ticket))
-        return Renewal(ended=ended, report_all=replica in groups.must_report_all)
+        return Renewal(ended=ended, report_all=actor in groups.must_report_all)
 
-    def leave(self, replica: str) -> tuple[str, ...]:
-        """Expires the tickets of a replica that ends. Returns their keys; rows under them may be cleared.
+    def leave(self, actor: str) -> tuple[str, ...]:
+        """Expires the tickets of an actor that ends. Returns their keys; rows under them may be cleared.
 
-        A replica that ends because something has failed is quarantined first, so that its attempts do not count.
+        An actor that ends because something has failed is quarantined first, so that its attempts do not count.
         """
         groups = self.groups
-        expired = self._expire([*groups.held.get(replica, {}).values()])
-        groups.must_report_all.discard(replica)
+        expired = self._expire([*groups.held.get(actor, {}).values()])
+        groups.must_report_all.discard(actor)
         return expired
 
-    def reserve(self, replica: str, *, version: Version, count: int) -> Reservation:
-        """Returns tickets for up to `count` groups at the replica's version, and the reason why there are not more."""
+    def reserve(self, actor: str, *, version: Version, count: int) -> Reservation:
+        """Returns tickets for up to `count` groups at the actor's version, and the reason why there are not more."""
         if count < 1:
-            raise ValueError(f"replica {replica} reserves {count} groups; the number must be at least 1")
+            raise ValueError(f"actor {actor} reserves {count} groups; the number must be at least 1")
         now_s = self._clock()
         if not self.lineage.has(version):
             self.ledger.count(Event.RESERVE_OLD_INCARNATION)
         elif version.step > self.step:
-            raise ValueError(f"a replica reports version {version}, but the learner has acked only {self.step} steps")
-        room, refusal = self._admission(version, replica=replica)
+            raise ValueError(
+                f"actor {actor} reports version {version}, but the learner has acked only {self.step} steps"
+            )
+        room, refusal = self._admission(version, actor=actor)
         tickets: list[Ticket] = []
         while len(tickets) < min(count, room):
-            prompt = self.groups.next_prompt(replica=replica)
+            prompt = self.groups.next_prompt(actor=actor)
             if prompt is None:
                 refusal = Refusal.NO_PROMPTS
                 break
             if prompt.prefix is not None and not self._may_continue(prompt.prefix, version):
                 prompt = self.groups.kept.without_prefix(prompt)
-            tickets.append(self.groups.admit(prompt, replica=replica, version=version, step=self.step, now_s=now_s))
+            tickets.append(self.groups.admit(prompt, actor=actor, version=version, step=self.step, now_s=now_s))
         return Reservation(tickets=tuple(tickets), refusal=refusal if len(tickets) < count else None)
 
     def commit(self, meta: GroupMeta) -> CommitOutcome:
@@ -301,26 +303,26 @@ class ReplayBuffer:
         return True
 
     def expire(self) -> tuple[str, ...]:
-        """Quarantines replicas that were silent for the timeout. Ends the tickets of quarantined replicas, and tickets
+        """Quarantines actors that were silent for the timeout. Ends the tickets of quarantined actors, and tickets
         that no heartbeat has named within the timeout. A prompt goes to the front, unless this was its last attempt.
 
         Returns the keys of these tickets; rows under them may be cleared.
         """
         fleet, groups = self.fleet, self.groups
         fleet.quarantine_silent()
-        gone = [replica for replica in groups.held if not fleet.may_be_used(replica)]
+        gone = [actor for actor in groups.held if not fleet.may_be_used(actor)]
         before_s = self._clock() - self.limits.heartbeat_timeout_s
         slots = {slot.ticket.key: slot for slot in groups.unconfirmed_before(before_s)}
-        for replica in gone:
-            come_back = fleet.is_heard(replica)  # a ticket that it was given just now may be under way
-            slots |= {key: slot for key, slot in groups.held[replica].items() if slot.confirmed or not come_back}
+        for actor in gone:
+            come_back = fleet.is_heard(actor)  # a ticket that it was given just now may be under way
+            slots |= {key: slot for key, slot in groups.held[actor].items() if slot.confirmed or not come_back}
         expired = self._expire([*slots.values()])
-        groups.must_report_all = {replica for replica in groups.must_report_all if fleet.may_be_used(replica)}
+        groups.must_report_all = {actor for actor in groups.must_report_all if fleet.may_be_used(actor)}
         return expired
 
-    def tickets_by_replica(self) -> Mapping[str, int]:
-        """Returns the number of tickets that each replica holds."""
-        return {replica: len(slots) for replica, slots in self.groups.held.items()}
+    def tickets_by_actor(self) -> Mapping[str, int]:
+        """Returns the number of tickets that each actor holds."""
+        return {actor: len(slots) for actor, slots in self.groups.held.items()}
 
     def refusal(self, version: Version) -> Refusal | None:
         """Returns why a reserve at `version` of a healthy replica would get no ticket now; None if it would get one.
@@ -328,18 +330,18 @@ class ReplayBuffer:
         room = self._admission(version)
         return None if room.groups else room.refusal
 
-    def _loaded(self, replica: str, life: Life, *, step: int) -> None:
-        """Records the step of the weights that a replica has loaded. Its rollouts go on with these weights."""
+    def _loaded(self, actor: str, life: Life, *, step: int) -> None:
+        """Records the step of the weights that an actor has loaded. Its rollouts go on with these weights."""
         if step > life.step:
             life.step = step
-            for slot in self.groups.held.get(replica, {}).values():
+            for slot in self.groups.held.get(actor, {}).values():
                 if slot.confirmed:
                     slot.newest_step = max(slot.newest_step, step)
 
-    def _admission(self, version: Version, *, replica: str | None = None) -> Admission:
-        """Returns how many groups a replica at `version` may reserve now, and the reason why not more; for a healthy
-        one if `replica` is None."""
-        if replica is not None and (refusal := self.fleet.refusal(replica)) is not None:
+    def _admission(self, version: Version, *, actor: str | None = None) -> Admission:
+        """Returns how many groups an actor at `version` may reserve now, and the reason why not more; for a healthy
+        one if `actor` is None."""
+        if actor is not None and (refusal := self.fleet.refusal(actor)) is not None:
             return Admission(0, refusal)
         if not self.lineage.has(version):
             return Admission(0, Refusal.OLD_INCARNATION)
@@ -369,7 +371,7 @@ class ReplayBuffer:
         return True
 
     def _may_continue(self, prefix: Prefix, version: Version) -> bool:
-        """Returns whether a replica at `version` may continue a prefix: its tokens are of ancestors of the learner's
+        """Returns whether an actor at `version` may continue a prefix: its tokens are of ancestors of the learner's
         weights, and its early deadline can be met together with all others."""
         return all(map(self.lineage.has, prefix.versions)) and prefix_fits(
             step=self.step,
@@ -381,11 +383,11 @@ class ReplayBuffer:
 
     def _why_refused(self, meta: GroupMeta) -> CommitOutcome:
         """Returns why a commit is refused: OLD_INCARNATION if there was no such incarnation, UNKNOWN if there was no
-        such attempt, DUPLICATE if the attempt was committed before, else LATE."""
+        such attempt or it is forgotten, DUPLICATE if the attempt was committed before, else LATE."""
         if not 1 <= meta.incarnation <= self.lineage.incarnation:
             return CommitOutcome.OLD_INCARNATION
         last = self.groups.last_attempt(meta.group)
-        if last is None or not 0 <= meta.attempt <= last[0]:
+        if last is None or not 0 <= meta.attempt <= last[0] or self.groups.is_forgotten(meta.group, meta.attempt):
             return CommitOutcome.UNKNOWN
         return CommitOutcome.DUPLICATE if last == (meta.attempt, True) else CommitOutcome.LATE
 
@@ -614,7 +616,7 @@ def _check_commit(meta: GroupMeta, ticket: Ticket, *, limits: Limits, step: int)
 #     wait       nothing: the learner waits
 #     requeue    the attempt ends, and the prompt goes to the front
 #     drop       the group ends with the fate `dropped`, and another prompt takes its place
-#     mask       the group stays and gets the deadline newest + η, where newest is its replica's version
+#     mask       the group stays and gets the deadline newest + η, where newest is its actor's version
 #
 # If rule (2) then fails at a later deadline, the same is done there. If the policy cannot act on enough groups, it acts
 # on none: the learner would have to wait all the same, and the work would be lost for nothing. Pure.

@@ -77,12 +77,17 @@ def restore(
     A group that was ready at the snapshot is ready again. Any other group that is living stays as it is. The
     remaining prompts go to the front. So does a group without room in the buffer, or in the steps before its deadline:
     the limits may be smaller than those of the snapshot. No attempt that was issued after the snapshot is issued again,
-    because its replica may still commit it.
+    because its actor may still commit it.
 
     What is stored of a prompt is kept up to its first token of a dead version.
     """
     step = snapshot.version.step
-    groups.restore(issued=snapshot.next_group, exhausted=snapshot.exhausted, last_of_ended=snapshot.last_attempts)
+    groups.restore(
+        issued=snapshot.next_group,
+        exhausted=snapshot.exhausted,
+        last_of_ended=snapshot.last_attempts,
+        newest_forgotten=earlier.newest_forgotten,
+    )
     groups.kept.restored(step=step)
     slots, due = _opened(groups, snapshot, earlier=earlier, now_s=now_s)
     groups.kept.not_loaded = {slot.ticket.key for slot in slots} - {slot.ticket.key for slot in _with_rows(earlier)}
@@ -104,8 +109,8 @@ def living(groups: Groups, *, lineage: Lineage, loaded: Mapping[str, Version]) -
     """Returns the groups of which no token is of a dead version of `lineage`, by group: reserved ones, and ready,
     leased and retained ones with rows.
 
-    `loaded` has the last version that each replica reported. The tokens of a reserved group are not known, but a
-    replica with a dead version has generated some with it.
+    `loaded` has the last version that each actor reported. The tokens of a reserved group are not known, but an actor
+    with a dead version has generated some with it.
     """
     stay = {
         slot.ticket.group: slot
@@ -173,7 +178,7 @@ def _place(groups: Groups, slots: Iterable[Slot], *, step: int) -> None:
             groups.enter(slot)
         else:
             groups.reissue(slot, Fate.RETURNED_ON_RESUME)
-    groups.sort_unconfirmed()
+    groups.sort_by_time()
 
 
 def _has_room(groups: Groups, slot: Slot, *, step: int) -> bool:

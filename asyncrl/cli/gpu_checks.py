@@ -98,7 +98,7 @@ class Gpus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchBuild:
-    """What `TORCH_CODE` prints. `cuda` is None in a build for CPUs."""
+    """The build of torch that `TORCH_CODE` prints. `cuda` is None in a build for CPUs."""
 
     version: str
     devices: int

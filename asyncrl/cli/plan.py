@@ -26,7 +26,7 @@ GPU_COPY_SPEED = 10e9
 LARGE_NODE_GIB = 1024.0
 """Assumed memory of a node with GPUs, GiB."""
 MEASURED = "1.03 to 1.45"
-"""What GPUs have measured in training, as a multiple of a rank's sum (docs/gpu.md): fragments and libraries."""
+"""The memory measured on GPUs in training, as a multiple of a rank's sum (docs/gpu.md): fragments and libraries."""
 
 
 _ONLY_CONFIG = "for a plan, a folder with the model's config.json alone is enough: model.path=FOLDER"

@@ -203,13 +203,11 @@ def reported_run(config: Config, *, role: str, choose: Choice = unfinished_run) 
     When the block ends in any way, run.json records how it ended, and the report is written. Raises RunLocked if
     another process holds the directory.
     """
-    with (
-        contextlib.ExitStack() as after,
-        RunDir.create(config, choose=choose) as run_dir,
-        log_to(run_dir.log_path(role, 0)),
-    ):
+    with contextlib.ExitStack() as after, RunDir.create(config, choose=choose) as run_dir:
+        # Both end after the directory, in reverse order: the report needs the end in run.json, and its error the log.
+        after.enter_context(log_to(run_dir.log_path(role, 0)))
+        after.callback(_write_report, run_dir.path)
         mark_begun()
-        after.callback(_write_report, run_dir.path)  # after the block, so that run.json records how the run ended
         yield run_dir
 
 

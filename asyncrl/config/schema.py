@@ -334,7 +334,7 @@ class EnvironmentSection(ScoringSection):
     """The environment, which scores completions and may provide the tasks."""
 
     on_error: Literal["mask", "zero", "fail"] = "mask"
-    """What happens to a completion whose reward raises an error, takes too long, ends its process, or does not return a
+    """Treatment of a completion whose reward raises an error, takes too long, ends its process, or does not return a
     finite number. `mask`: it is left out of the loss and of the baseline of its group. `zero`: its reward is 0. `fail`:
     its group fails. A group also fails if too few of its completions have a reward: with `mask` it needs two, or one if
     `algorithm.advantage` does not compare the completions of a group; with `zero` it needs one. Another prompt replaces
@@ -648,13 +648,13 @@ class StalenessSection(Section):
     """η: a token that is trained at step s was generated with the weights of version s − η or newer. 0 is synchronous
     and on-policy."""
     on_deadline: OnDeadline = "wait"
-    """What happens when enough groups are ready for a step, but older ones that are still generated (stragglers) would
-    then miss their deadline. As many stragglers are treated as are in the way, those with the fewest tokens first.
-    `wait`: the learner waits for them; no bias. `requeue`: their prompts start again at once, on new weights, at most
-    `buffer.max_attempts` times; long completions are trained later. `drop`: they are dropped, and other prompts replace
-    them; training sees fewer long completions (`length_ratio` shows how much). `mask`: they go on, and their tokens
-    that are older than η when they are trained are masked from the loss; their samples that finished first lose the
-    most."""
+    """Treatment of stragglers: groups that are still generated when enough others are ready for a step, and that would
+    miss their deadline if it began. As many stragglers are treated as are in the way, those with the fewest tokens
+    first. `wait`: the learner waits for them; no bias. `requeue`: their prompts start again at once, on new weights, at
+    most `buffer.max_attempts` times; long completions are trained later. `drop`: they are dropped, and other prompts
+    replace them; training sees fewer long completions (`length_ratio` shows how much). `mask`: they go on, and their
+    tokens that are older than η when they are trained are masked from the loss; their samples that finished first lose
+    the most."""
 
 
 class BufferSection(Section):
@@ -707,8 +707,8 @@ class WeightsSection(Section):
     """Number of publications by which a replica may lag. A replica that lags more starts no new group until it has
     loaded the newest version."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
-    """What happens to running sequences after a weight update. `recompute`: their KV cache is computed again with the
-    new weights. `keep`: they continue with the old KV cache."""
+    """Treatment of running sequences after a weight update. `recompute`: their KV cache is computed again with the new
+    weights. `keep`: they continue with the old KV cache."""
     probe_every_updates: PositiveInt = 1
     """The parity probe verifies every n-th weight update of a replica. Use 1 on CPUs."""
     parity_tolerance_nats: PositiveFloat | None = None
@@ -721,9 +721,9 @@ class WeightsSection(Section):
     parity_mean_nats: PositiveFloat = 0.2
     """In bfloat16, the largest accepted unit (mean difference), nats."""
     on_parity_failure: Literal["alarm", "stop"] = "stop"
-    """What happens when engine and learner do not agree. `stop`: on the on-policy tokens of a training step, the run
-    ends; after a weight update, the replica drops its unverified groups and loads weights again. `alarm`: an error is
-    logged, the parity metrics show the difference, and everything goes on."""
+    """Reaction to an engine and a learner that do not agree. `stop`: on the on-policy tokens of a training step, the
+    run ends; after a weight update, the replica drops its unverified groups and loads weights again. `alarm`: an error
+    is logged, the parity metrics show the difference, and everything goes on."""
     delta: bool = False
     """Send only the weights that have changed. In bfloat16 most weights are equal after a step, because learning rates
     are small. Needs `model.dtype: bfloat16`, and `transport: object_store` or `filesystem`. Each learner rank keeps one
@@ -768,8 +768,8 @@ class CheckpointSection(Section):
 
 
 class AuditSection(Section):
-    """What the run keeps for `asyncrl audit` (docs/guarantees.md). The records for its first four checks are always
-    written."""
+    """Files that the run keeps for `asyncrl audit` (docs/guarantees.md). The records for its first four checks are
+    always written."""
 
     keep_weights: Literal["none", "all"] = "none"
     """`all`: keep the float32 weights of every version and the batch of every step in the run's folder `audit/`.
@@ -789,7 +789,7 @@ class WitnessSection(Section):
     """Most tokens of the rows that are computed a second time, of one group that is drawn. Of a longer group, the first
     rows are taken; rows that are longer are not drawn."""
     on_failure: Literal["stop", "warn"] = "warn"
-    """What happens when an update is not the one that the configuration describes. `stop`: the run ends, before the
+    """Reaction to an update that is not the one that the configuration describes. `stop`: the run ends, before the
     optimizer's step if the gradients are concerned. `warn`: an error in the log, and training goes on."""
 
 
@@ -920,7 +920,7 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     """Checkpoints of the policy."""
     audit: AuditSection = AuditSection()
-    """What the run keeps for `asyncrl audit`."""
+    """Files that the run keeps for `asyncrl audit`."""
     witness: WitnessSection = WitnessSection()
     """The plain second path of some updates."""
     eval: EvalSection = EvalSection()

@@ -207,7 +207,7 @@ class Coordinator:
         self._waiting = Waiting(
             states=self._states,
             may_get=lambda version: buffer.refusal(version) is None,
-            may_ask=lambda replica: buffer.fleet.refusal(replica) is not Refusal.UNHEALTHY,
+            may_ask=lambda actor: buffer.fleet.refusal(actor) is not Refusal.UNHEALTHY,
             clock=clock,
         )
         self._clearing = Clearing(buffer, rows=rows, prefixes=prefixes, now_s=clock())
@@ -297,83 +297,83 @@ class Coordinator:
 
     async def heartbeat(
         self,
-        replica: str,
+        actor: str,
         version: Version | None,
         free_slots: int,
         held: HeldReport,
         report: ReplicaReport,
     ) -> Renewal:
-        """Receives the state of a replica, and what is new of its tickets. Renews its tickets.
+        """Receives the state of an actor, and what is new of its tickets. Renews its tickets.
 
-        Returns the keys of named tickets that have ended without a commit. The replica ends their rollouts, or itself
+        Returns the keys of named tickets that have ended without a commit. The actor ends their rollouts, or itself
         if it must. A heartbeat that was overtaken by a newer one changes nothing.
         """
-        refused = self.buffer.fleet.refusal(replica)
-        renewal = self.buffer.renew(replica, held=held, version=version)
+        refused = self.buffer.fleet.refusal(actor)
+        renewal = self.buffer.renew(actor, held=held, version=version)
         if renewal is None:
             return Renewal()
         if renewal.must_end:
             return renewal
         self._replicas.reported(report)
-        self.registry.set_endpoint(replica_of(replica), report.metrics_address)
-        loaded = self._replicas.heard(replica, version=version, free_slots=free_slots)
+        self.registry.set_endpoint(replica_of(actor), report.metrics_address)
+        loaded = self._replicas.heard(actor, version=version, free_slots=free_slots)
         if loaded or refused is not None:
-            # A reserve of this replica may now get a ticket, and rule (2) may let the learner go on without its groups
+            # A reserve of this actor may now get a ticket, and rule (2) may let the learner go on without its groups
             # (`staleness.on_deadline: mask`).
-            self._waiting.tickets.wake_replica(replica)
+            self._waiting.tickets.wake_actor(actor)
             self._waiting.leases.wake_all()
             self._waiting.loads.wake_all()
         return renewal
 
-    async def leave(self, replica: str) -> None:
-        """Removes a replica that ends cleanly, for good. Its tickets expire at once."""
-        self.buffer.fleet.retire(replica_of(replica))
-        self._without(replica, lost=False)
+    async def leave(self, actor: str) -> None:
+        """Removes a replica whose actor ends cleanly, for good. The tickets of the actor expire at once."""
+        self.buffer.fleet.retire(replica_of(actor))
+        self._without(actor, lost=False)
 
-    async def quarantine(self, replica: str, cause: Cause, reason: str) -> None:
-        """Records that a replica must not get tickets any more, because a part of it has failed. Its tickets expire at
-        once. A replica that finds its own failure makes this call itself."""
-        if self.buffer.fleet.quarantine(replica, cause, reason):
-            self._without(replica, lost=True)
+    async def quarantine(self, actor: str, cause: Cause, reason: str) -> None:
+        """Records that an actor must not get tickets any more, because a part of it has failed. Its tickets expire at
+        once. An actor that finds its own failure makes this call itself."""
+        if self.buffer.fleet.quarantine(actor, cause, reason):
+            self._without(actor, lost=True)
 
-    async def restarting(self, replica: str, cause: Cause, reason: str) -> None:
-        """Records that the deployment of a replica ends it and starts it again. Its tickets expire at once."""
-        self.buffer.fleet.restarting(replica, cause, reason)
-        self._without(replica, lost=True)
+    async def restarting(self, actor: str, cause: Cause, reason: str) -> None:
+        """Records that the deployment of an actor ends it and starts its replica again. Its tickets expire at once."""
+        self.buffer.fleet.restarting(actor, cause, reason)
+        self._without(actor, lost=True)
 
-    def _without(self, replica: str, *, lost: bool) -> None:
-        """Forgets a replica that has ended, and expires its tickets. `lost`: it did not end in order."""
-        if self._replicas.forget(replica):
-            self.registry.set_endpoint(replica_of(replica), "")
+    def _without(self, actor: str, *, lost: bool) -> None:
+        """Forgets an actor that has ended, and expires its tickets. `lost`: it did not end in order."""
+        if self._replicas.forget(actor):
+            self.registry.set_endpoint(replica_of(actor), "")
             self.buffer.ledger.count(Event.REPLICA_LOST, int(lost))
-        self._clearing.rows(self.buffer.leave(replica))
-        self._waiting.tickets.wake_replica(replica)
+        self._clearing.rows(self.buffer.leave(actor))
+        self._waiting.tickets.wake_actor(actor)
         self._waiting.groups_changed()
 
-    async def reserve(self, replica: str, version: Version, count: int, *, wait_s: float) -> Reservation:
+    async def reserve(self, actor: str, version: Version, count: int, *, wait_s: float) -> Reservation:
         """Waits up to `wait_s` seconds until at least one ticket can be issued.
 
         Returns the tickets, or the reason why there are none.
         """
 
         def newest() -> Version:
-            # While this call waited, the replica may have loaded newer weights and reported them in a heartbeat.
-            return max(version, self._replicas.loaded.get(replica, version))
+            # While this call waited, the actor may have loaded newer weights and reported them in a heartbeat.
+            return max(version, self._replicas.loaded.get(actor, version))
 
         def ask() -> Reservation:
-            answer = self.buffer.reserve(replica, version=newest(), count=count)
-            self._replicas.reserved(replica, version=newest(), asked=count, answer=answer)
+            answer = self.buffer.reserve(actor, version=newest(), count=count)
+            self._replicas.reserved(actor, version=newest(), asked=count, answer=answer)
             if answer.refusal is Refusal.NO_PROMPTS:
                 self._waiting.leases.wake_all()  # the last step may be short now
             return answer
 
         started_s = self._clock()
-        self.buffer.fleet.heartbeat(replica, has_weights=True)
+        self.buffer.fleet.heartbeat(actor, has_weights=True)
         await self._waiting.tickets.earlier_have_asked()
         reservation = await self._waiting.answer(
             ask,
             final=lambda answer: bool(answer.tickets) or answer.refusal is Refusal.QUARANTINED,
-            enter=lambda: self._waiting.tickets.enter(replica, newest),
+            enter=lambda: self._waiting.tickets.enter(actor, newest),
             wait_s=wait_s,
             role=Role.GENERATOR,
         )
@@ -389,7 +389,7 @@ class Coordinator:
         return outcomes
 
     async def fail(self, tickets: Sequence[FailedTicket]) -> None:
-        """Ends the attempts of tickets whose rollouts failed. Expires all tickets of a replica that is quarantined for
+        """Ends the attempts of tickets whose rollouts failed. Expires all tickets of an actor that is quarantined for
         that."""
         before = self.buffer.fleet.quarantines.total()
         for ticket in tickets:
@@ -586,7 +586,7 @@ class Coordinator:
         if restored is not None and not repeated:
             self._check_same_run(restored)
             self._prompts.restore(restored.snapshot.prompts)
-        self.registry.attach(deployment, shared=shared)
+        self.registry.attach(deployment)
         if restored is not None and not repeated:
             self._restore(restored, lived_on=lived_on)
             self._waiting.groups_changed()
@@ -690,7 +690,7 @@ class Coordinator:
                     logger.exception("the buffer failed to expire tickets; it tries again")
 
     def _tick(self) -> None:
-        """Expires tickets and replicas, unless the last call is longer ago than two periods.
+        """Expires tickets and actors, unless the last call is longer ago than two periods.
 
         This process has then stalled, and the heartbeats that arrived meanwhile are only answered after this call. The
         call after it expires them in any case, because a process that is always late must not keep dead tickets.
@@ -706,20 +706,20 @@ class Coordinator:
         self._clearing.tick(now_s)
 
     def _expire(self) -> None:
-        """Removes silent replicas, and ends tickets that no heartbeat renewed within the timeout."""
+        """Removes silent actors, and ends tickets that no heartbeat renewed within the timeout."""
         keys = self.buffer.expire()
         self._clearing.rows(keys)
         gone = self._replicas.forget_unless(self.buffer.fleet.may_be_used)
         self.buffer.ledger.count(Event.REPLICA_LOST, len(gone))
         for actor in gone:
             self.registry.set_endpoint(replica_of(actor), "")
-            self._waiting.tickets.wake_replica(actor)  # a quarantined one ends when it knows
+            self._waiting.tickets.wake_actor(actor)  # a quarantined one ends when it knows
         if self.buffer.fleet.back_off_ended() or keys or gone:
             self._waiting.groups_changed()
 
     def _record(self) -> None:
         buffer, metrics = self.buffer, self._metrics
-        lives, holding = buffer.fleet.lives(), buffer.tickets_by_replica()
+        lives, holding = buffer.fleet.lives(), buffer.tickets_by_actor()
         metrics.heartbeat(unix_time_s=time.time())
         metrics.fill(buffer.counts())
         metrics.account(buffer.account)
@@ -734,4 +734,4 @@ class Coordinator:
 
     def _views(self, lives: Mapping[str, Life]) -> tuple[ReplicaView, ...]:
         buffer = self.buffer
-        return self._replicas.views(lives, reserved_groups=buffer.tickets_by_replica(), refusal_at=buffer.refusal)
+        return self._replicas.views(lives, reserved_groups=buffer.tickets_by_actor(), refusal_at=buffer.refusal)

@@ -98,9 +98,8 @@ class Registry:
         self.given_up: dict[str, str] = {}
         self.published: Version | None = None
 
-    def attach(self, deployment: Deployment, *, shared: Mapping[str, object]) -> None:
-        """Admits a deployment. Raises the errors of `check`. A learner replaces the earlier learner for good."""
-        self.check(deployment, shared=shared)
+    def attach(self, deployment: Deployment) -> None:
+        """Admits a deployment for which `check` raised no error. A learner replaces the earlier learner for good."""
         if deployment.role is Role.LEARNER:
             if self.learner is not None:
                 self._members.pop(self.learner.id, None)
@@ -429,7 +428,7 @@ class _Replica:
 
     @property
     def standing(self) -> tuple[Version | None, bool, bool]:
-        """What the numbers by version depend on: the version, whether a slot is free, and whether it was refused."""
+        """The key of the numbers by version: the version, whether a slot is free, and whether it was refused."""
         return self.version, self.free_slots > 0, self.refused
 
 
@@ -437,10 +436,10 @@ _UNKNOWN = _Replica(None, 0)
 
 
 class Replicas:
-    """The replicas by the name of their actor. Tickets that a replica gets between two heartbeats reduce its free
+    """The replicas by the name of their actor. Tickets that an actor gets between two heartbeats reduce its free
     slots.
 
-    `loaded` has the last version that each replica reported as loaded, by the name of its actor. `reports` has the last
+    `loaded` has the last version that each actor reported as loaded, by the name of the actor. `reports` has the last
     report of each replica by the replica's name, with the totals of its earlier actors, also of replicas that are gone;
     and under the name `SUM` the totals of those that are gone for long. `totals` is the sum of all reports.
     `may_come_back` returns False for the name of a replica that is gone for good.
@@ -456,8 +455,8 @@ class Replicas:
         self._gone_reports = gone_reports
         self._may_come_back = may_come_back
         self._clock = clock
-        self._by_name: dict[str, _Replica] = {}
-        self._standings: Counter[tuple[Version | None, bool, bool]] = Counter()  # of the replicas in `_by_name`
+        self._by_actor: dict[str, _Replica] = {}
+        self._standings: Counter[tuple[Version | None, bool, bool]] = Counter()  # of the replicas in `_by_actor`
         self._earlier: dict[str, ReplicaReport] = {}  # totals of the earlier actors of a replica
         self.loaded: dict[str, Version] = {}
         self.reports: dict[str, ReplicaReport] = {}
@@ -474,35 +473,35 @@ class Replicas:
         self.totals = self.totals.plus(report).plus(last or NO_REPORT, sign=-1)
         self.reports[name] = report
 
-    def heard(self, name: str, *, version: Version | None, free_slots: int) -> bool:
-        """Records a heartbeat. Returns True if the replica has loaded another version since its last heartbeat.
+    def heard(self, actor: str, *, version: Version | None, free_slots: int) -> bool:
+        """Records a heartbeat. Returns True if the actor has loaded another version since its last heartbeat.
 
         If the version has changed, the earlier refusal is forgotten, because it no longer applies.
         """
-        known = self._by_name.get(name)
+        known = self._by_actor.get(actor)
         refused = known is not None and known.version == version and known.refused
-        self._put(name, _Replica(version, free_slots, refused))
-        if version is None or self.loaded.get(name) == version:
+        self._put(actor, _Replica(version, free_slots, refused))
+        if version is None or self.loaded.get(actor) == version:
             return False
-        self.loaded[name] = version
+        self.loaded[actor] = version
         return True
 
-    def reserved(self, name: str, *, version: Version, asked: int, answer: Reservation) -> None:
-        """Records the answer to a reserve. Before its first heartbeat, a replica counts as having `asked` free
+    def reserved(self, actor: str, *, version: Version, asked: int, answer: Reservation) -> None:
+        """Records the answer to a reserve. Before its first heartbeat, an actor counts as having `asked` free
         slots."""
-        known = self._by_name.get(name)
+        known = self._by_actor.get(actor)
         if answer.refusal is Refusal.QUARANTINED or (answer.refusal is Refusal.UNHEALTHY and known is None):
             return  # it was forgotten, because it may not be used
         free_slots = max(0, (asked if known is None else known.free_slots) - len(answer.tickets))
-        self._put(name, _Replica(version, free_slots, answer.refusal is not None))
+        self._put(actor, _Replica(version, free_slots, answer.refusal is not None))
 
-    def forget(self, *names: str) -> list[str]:
-        """Removes replicas that have ended, or must not be used. Returns those of `names` that were known.
+    def forget(self, *actors: str) -> list[str]:
+        """Removes actors that have ended, or must not be used. Returns those that were known.
 
         Adds up the oldest reports of replicas that are gone.
         """
-        known = [name for name in names if name in self._by_name]
-        for actor in names:
+        known = [actor for actor in actors if actor in self._by_actor]
+        for actor in actors:
             self._put(actor, None)
             self.loaded.pop(actor, None)
             if (name := replica_of(actor)) in self.reports:
@@ -516,17 +515,17 @@ class Replicas:
         return known
 
     def forget_unless(self, may_be_used: Callable[[str], bool]) -> list[str]:
-        """Removes the replicas whose actor may not be used any more. Returns the names of these actors."""
-        gone = [name for name in self._by_name if not may_be_used(name)]
+        """Removes the actors that may not be used any more. Returns their names."""
+        gone = [actor for actor in self._by_actor if not may_be_used(actor)]
         return self.forget(*gone) if gone else []
 
-    def _put(self, name: str, replica: _Replica | None) -> None:
+    def _put(self, actor: str, replica: _Replica | None) -> None:
         """Replaces a replica, or removes it, and keeps the numbers by version."""
-        before = self._by_name.pop(name, None)
+        before = self._by_actor.pop(actor, None)
         if before is not None:
             self._standings -= {before.standing: 1}  # forgets what no replica has any more
         if replica is not None:
-            self._by_name[name] = replica
+            self._by_actor[actor] = replica
             self._standings[replica.standing] += 1
 
     def able(self, refusal_at: RefusalAt) -> tuple[AbleReplicas, ...]:
@@ -556,7 +555,7 @@ class Replicas:
         refusals = self._refusals(refusal_at)
         views = []
         for name, life in sorted(lives.items()):
-            known = self._by_name.get(life.actor, _UNKNOWN)
+            known = self._by_actor.get(life.actor, _UNKNOWN)
             views.append(
                 ReplicaView(
                     replica=name,
@@ -583,7 +582,7 @@ class Replicas:
                 states[life.state.value] += 1
             elif life.state is ReplicaState.SUSPECT:
                 states["silent"] += 1
-            elif self._by_name.get(life.actor, _UNKNOWN).version is None:
+            elif self._by_actor.get(life.actor, _UNKNOWN).version is None:
                 states["without_weights"] += 1
             else:
                 states["generating" if life.actor in holding else "waiting"] += 1
@@ -593,11 +592,11 @@ class Replicas:
         """Returns the actor of a replica that has loaded `version`, or a newer one if that will do, the first one by
         name; None if there is none. Leaves out the actors `other_than`."""
         found = (
-            name
-            for name, replica in self._by_name.items()
+            actor
+            for actor, replica in self._by_actor.items()
             if replica.version == version or (or_newer and replica.version is not None and replica.version > version)
         )
-        return min((name for name in found if name not in other_than), default=None)
+        return min((actor for actor in found if actor not in other_than), default=None)
 
     def _refusals(self, refusal_at: RefusalAt) -> dict[Version | None, Refusal | None]:
         return {version: refusal_at(version) for version, _, _ in self._standings if version is not None}

@@ -62,9 +62,9 @@ class RunStatus(BriefStatus, frozen=True, kw_only=True):
 
 
 class OwnReplicas(msgspec.Struct, frozen=True, kw_only=True):
-    """What a generator deployment has to know of its own replicas: their views and their reports by name, and the
-    number of replicas that it should have. `wanted` is None if the deployment is not attached. `scalings` counts the
-    calls of `asyncrl scale`."""
+    """The state of a generator deployment's own replicas: their views and their reports by name, and the number of
+    replicas that it should have. `wanted` is None if the deployment is not attached. `scalings` counts the calls of
+    `asyncrl scale`."""
 
     wanted: int | None
     scalings: int
@@ -88,7 +88,7 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Restored(msgspec.Struct, frozen=True, kw_only=True):
-    """What a learner restored: the snapshot of its checkpoint, and the lineage whose live incarnation it is.
+    """The restored state of a learner: the snapshot of its checkpoint, and the lineage whose live incarnation it is.
 
     The lineage has all incarnations of the run, also those that the checkpoint does not know.
     """

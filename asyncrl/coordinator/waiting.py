@@ -66,17 +66,17 @@ class Waiters(Waiter):
 class TicketLine:
     """Reserves that wait for a ticket, in the order in which they came.
 
-    `may_get` returns whether a reserve at a version would get a ticket now. A replica that stands in the line at an old
+    `may_get` returns whether a reserve at a version would get a ticket now. An actor that stands in the line at an old
     version may have to wait while others behind it get tickets. So there is one line for each version: whether a change
-    helps any call takes one question for each version, however many calls wait. `may_ask` returns False for a replica
-    that gets no tickets for its own sake. Such replicas are few, and are passed over.
+    helps any call takes one question for each version, however many calls wait. `may_ask` returns False for an actor
+    that gets no tickets for its own sake. Such actors are few, and are passed over.
     """
 
     def __init__(self, *, may_get: Callable[[Version], bool], may_ask: Callable[[str], bool]) -> None:
         self._may_get = may_get
         self._may_ask = may_ask
         self._lines: dict[Version, list[_WaiterInLine]] = {}
-        self._of_replica: dict[str, set[_WaiterInLine]] = {}
+        self._of_actor: dict[str, set[_WaiterInLine]] = {}
         self._numbers = itertools.count()
         self._awake = 0
 
@@ -84,16 +84,16 @@ class TicketLine:
         """Wakes the first call in line that can get a ticket."""
         self._wake_after(-1)
 
-    def wake_replica(self, replica: str) -> None:
-        """Wakes the calls of a replica, because its answer may be another one: it has loaded another version, was heard
+    def wake_actor(self, actor: str) -> None:
+        """Wakes the calls of an actor, because its answer may be another one: it has loaded another version, was heard
         again, or was quarantined."""
-        for waiter in self._of_replica.get(replica, ()):
+        for waiter in self._of_actor.get(actor, ()):
             self._wake(waiter)
 
-    def enter(self, replica: str, version: Callable[[], Version]) -> Waiter:
-        """Returns the waiter of a call that begins to wait. `version` returns the present version of its replica."""
-        waiter = _WaiterInLine(self, replica, version, number=next(self._numbers))
-        self._of_replica.setdefault(replica, set()).add(waiter)
+    def enter(self, actor: str, version: Callable[[], Version]) -> Waiter:
+        """Returns the waiter of a call that begins to wait. `version` returns the present version of its actor."""
+        waiter = _WaiterInLine(self, actor, version, number=next(self._numbers))
+        self._of_actor.setdefault(actor, set()).add(waiter)
         insort(self._lines.setdefault(waiter.version, []), waiter, key=_NUMBER)
         return waiter
 
@@ -104,7 +104,7 @@ class TicketLine:
             await asyncio.sleep(0)
 
     def wait_on(self, waiter: "_WaiterInLine") -> None:
-        """Keeps the waiter of a call that got no ticket, at the present version of its replica."""
+        """Keeps the waiter of a call that got no ticket, at the present version of its actor."""
         version = waiter.version_now()
         if version != waiter.version:
             self._leave_line(waiter)
@@ -115,10 +115,10 @@ class TicketLine:
     def end(self, waiter: "_WaiterInLine") -> None:
         """Removes the waiter of a call that ends: with a ticket, at its deadline, or because it was cancelled."""
         self._leave_line(waiter)
-        waiters = self._of_replica[waiter.replica]
+        waiters = self._of_actor[waiter.actor]
         waiters.discard(waiter)
         if not waiters:
-            del self._of_replica[waiter.replica]
+            del self._of_actor[waiter.actor]
         self._pass_on(waiter)
 
     def _leave_line(self, waiter: "_WaiterInLine") -> None:
@@ -141,7 +141,7 @@ class TicketLine:
             at = bisect_right(line, number, key=_NUMBER)
             if at < len(line) and (first is None or line[at].number < first.number) and self._may_get(version):
                 behind = itertools.islice(line, at, None)
-                next_one = next((waiter for waiter in behind if self._may_ask(waiter.replica)), None)
+                next_one = next((waiter for waiter in behind if self._may_ask(waiter.actor)), None)
                 if next_one is not None and (first is None or next_one.number < first.number):
                     first = next_one
         if first is not None:
@@ -154,10 +154,10 @@ class TicketLine:
 
 
 class _WaiterInLine(Waiter):
-    def __init__(self, line: TicketLine, replica: str, version_now: Callable[[], Version], *, number: int) -> None:
+    def __init__(self, line: TicketLine, actor: str, version_now: Callable[[], Version], *, number: int) -> None:
         super().__init__()
         self._line = line
-        self.replica = replica
+        self.actor = actor
         self.version_now = version_now
         self.version = version_now()
         self.number = number

@@ -1,4 +1,4 @@
-"""What the GPUs of a plan have room for: their number, the share of each process, and the KV cache of an engine."""
+"""The room on the GPUs of a plan: their number, the share of each process, and the KV cache of an engine."""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,6 @@
-"""What a configuration needs: memory at each place, the bytes of a weight publication, and how long it makes both pools
-wait. All of it is arithmetic over the shapes of the model's parameters, so nothing is loaded and no run is started.
+"""The needs of a configuration: memory at each place, the bytes of a weight publication, and how long it makes both
+pools wait. All of it is arithmetic over the shapes of the model's parameters, so nothing is loaded and no run is
+started.
 
 The memory of a process is what it uses at most during a run, and on CPUs also what it has freed and keeps. Activations
 of training are estimated on GPUs, and left out on CPUs. Memory that libraries use for a moment is left out. Memory that
@@ -71,8 +72,8 @@ class Memory(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """What the plan assumes of every node. Speeds are in bytes per second: of a copy within a node's memory by one
-    thread, and of a copy between a node's memory and a GPU."""
+    """The assumptions of the plan about every node. Speeds are in bytes per second: of a copy within a node's memory by
+    one thread, and of a copy between a node's memory and a GPU."""
 
     node_bytes: float
     gpu_bytes: float

@@ -1,4 +1,5 @@
-"""What reward functions return: a number for each completion, or a number for each component of its reward."""
+"""The values that reward functions return: a number for each completion, or a number for each component of its
+reward."""
 
 import asyncio
 import math

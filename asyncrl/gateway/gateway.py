@@ -65,7 +65,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Answered = tuple[Completion, dict[str, Any]]
-"""What was sampled for a call, and the message that the agent gets."""
+"""The completion for a call, and the message that the agent gets."""
 Sample = Callable[[Asked], Awaitable[Answered]]
 """Continues tokens on an engine."""
 

@@ -24,7 +24,7 @@ from asyncrl.gateway.messages import Message, compact, for_template, text_of
 _log = logging.getLogger(__name__)
 
 REFUSED_RESULT = "error: the result contains a control token of the model, so it cannot be shown"
-"""What the model reads in place of the result of a tool with control tokens, with `data.control_tokens: refuse`."""
+"""The text in place of the result of a tool with control tokens, with `data.control_tokens: refuse`."""
 CONTEXT = 8
 """Number of tokens before others with which these are decoded."""
 _ASKED: tuple[Message, ...] = ({"role": "user", "content": "a"},)

@@ -217,7 +217,7 @@ class Attempt:
 
 
 class AgentActivity(TypedDict):
-    """What the agents of a group did, as `GeneratorMetrics.agents` takes it: the calls of each sample, the tool calls
+    """The activity of a group's agents, as `GeneratorMetrics.agents` takes it: the calls of each sample, the tool calls
     of the model, how long each took until the agent's next call (seconds), the forks by reason, and the tokens by
     origin."""
 

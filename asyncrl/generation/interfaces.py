@@ -86,7 +86,7 @@ class Completion(PartialCompletion):
 
 
 class Sampled(Protocol):
-    """What an engine has sampled so far of the completions of one call."""
+    """The tokens that an engine has sampled so far of the completions of one call."""
 
     @property
     def lengths(self) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""What vLLM has sampled so far of a group whose requests run, and what it continues of an earlier attempt.
+"""The tokens that vLLM has sampled so far of a group whose requests run, after those of an earlier attempt.
 
 vLLM returns an output only when all completions of a request have ended: an output for each token would cost a copy of
 all tokens and a wake-up of the event loop. Before that, tokens are read from the output processor of `AsyncLLM`, which

@@ -37,7 +37,8 @@ seconds."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """What the bits of a step depend on, besides its input: the processor, and the ranks and their threads."""
+    """The machine, on which the bits of a step depend besides its input: the processor, and the ranks and their
+    threads."""
 
     processor: str
     ranks: int

@@ -10,7 +10,8 @@ The counts begin anew at each start of the learner, and so find fewer repetition
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -51,40 +52,40 @@ class TrainedPrompts:
         metas = [group.meta for group in lease.groups if group.meta.prompt is not None]
         if not metas:
             return None
-        ratios = [self._counted(meta) for meta in metas]
+        counted = [self._counted(meta) for meta in metas]
         self._newest_group = max(self._newest_group, *(meta.group for meta in metas))
         self._forget()
-        worst = ratios.index(max(ratios))
-        return Finding(check="prompts", ratio=ratios[worst], words=self._words(metas[worst]) if ratios[worst] else "")
+        ratio, words = max(counted, key=itemgetter(0))
+        return Finding(check="prompts", ratio=ratio, words=words())
 
-    def _counted(self, meta: GroupMeta) -> float:
+    def _counted(self, meta: GroupMeta) -> tuple[float, Callable[[], str]]:
         """Counts a group. Returns how many times as often its prompt was trained as the data have it, 0 if not more
-        often, and infinity if the data do not have it or the run has ended by `data.epochs`."""
+        often, and infinity if the data do not have it or the run has ended by `data.epochs`.
+
+        Also returns a function that says this in words. It may have to search all tasks for the prompt, so it is called
+        for the worst group of a step only.
+        """
         assert meta.prompt is not None
-        data = self._data.get(meta.part)
+        group, data = meta.group, self._data.get(meta.part)
         if data is None or not (times := data.times(meta.prompt)):
-            return math.inf
-        epoch = self._epoch(meta.group, meta.part)
+            return math.inf, lambda: f"group {group} was trained with a prompt that the training data do not have"
+        epoch = self._epoch(group, meta.part)
         if epoch is None:
-            return 0.0
+            return 0.0, lambda: ""
         if self._epochs is not None and epoch >= self._epochs:
-            return math.inf
+            return math.inf, lambda: f"group {group} was trained in epoch {epoch}, and data.epochs = {self._epochs}"
         counts = self._trained.setdefault((meta.part, epoch), Counter())
         counts[meta.prompt] += 1
-        return counts[meta.prompt] / times if counts[meta.prompt] > times else 0.0
-
-    def _words(self, meta: GroupMeta) -> str:
-        assert meta.prompt is not None
-        data = self._data.get(meta.part)
-        if data is None or not (times := data.times(meta.prompt)):
-            return f"group {meta.group} was trained with a prompt that the training data do not have"
-        epoch = self._epoch(meta.group, meta.part)
-        counts = self._trained.get((meta.part, -1 if epoch is None else epoch))
-        if counts is None:
-            return f"group {meta.group} was trained in epoch {epoch}, and data.epochs = {self._epochs}"
+        trained = counts[meta.prompt]
+        if trained <= times:
+            return 0.0, lambda: ""
+        rows = "once" if times == 1 else f"{times} times"
         return (
-            f"group {meta.group} was trained with {self._named(meta)}. It is number {counts[meta.prompt]} of epoch "
-            f"{epoch} with this prompt, and the data have the prompt {'once' if times == 1 else f'{times} times'}"
+            trained / times,
+            lambda: (
+                f"group {group} was trained with {self._named(meta)}. It is number {trained} of epoch {epoch} with "
+                f"this prompt, and the data have the prompt {rows}"
+            ),
         )
 
     def _epoch(self, group: int, part: str) -> int | None:

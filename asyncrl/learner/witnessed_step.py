@@ -1,4 +1,4 @@
-"""What the learner asks the witness in a step: which group is drawn, and what its lease leaves to train.
+"""The request of the learner to the witness in a step: the drawn group, and the tokens that its lease leaves to train.
 
 `asyncrl.witness` has the formulas, and `asyncrl.ranks.witnessed` the second pass.
 """
@@ -33,7 +33,7 @@ from asyncrl.witness.step import Completion, advantages, counts, scored, trained
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Witnessed:
-    """What is witnessed in a step. `numbers_B` has the number of each row in the drawn group, −1 for other rows; `rows`
+    """The drawn group of a step. `numbers_B` has the number of each row in the drawn group, −1 for other rows; `rows`
     are the drawn rows in order. `outcomes` are their advantages, or what an estimator of tokens begins with: the reward
     less its baseline. None if an estimator of the user's own cannot be called again."""
 

@@ -20,8 +20,7 @@ _ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention", "attention"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What is known about models of one `model_type`. Each text is the reason of a refusal; an empty one refuses
-    nothing."""
+    """The limits of models of one `model_type`. Each text is the reason of a refusal; an empty one refuses nothing."""
 
     learner: str = ""
     """Why these models cannot be trained."""

@@ -69,7 +69,7 @@ class StepReport:
     weights_after: int = 0
     """Digest of the weights after the step."""
     findings: Mapping[str, Finding] = field(default_factory=dict)
-    """What the witness found, the worst of each check by its name."""
+    """The findings of the witness, the worst of each check by its name."""
 
     @property
     def on_policy_differences(self) -> Differences:
@@ -119,7 +119,7 @@ class UpdateOutcome:
     micro_batch_metrics: tuple[Mapping[str, float], ...]
     """The loss's own metrics, for every micro-batch with a trained token."""
     findings: tuple[Finding, ...] = ()
-    """What the witness found, the worst of each check."""
+    """The findings of the witness, the worst of each check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,7 @@ WITNESS = "witness"
 
 @dataclass(slots=True, kw_only=True)
 class Watched:
-    """What the passes of an update used and made for the drawn rows of this rank, by their numbers.
+    """The inputs and results of an update's passes for the drawn rows of this rank, by the numbers of the rows.
 
     Lists have one entry for each trained token. `places` are the tokens' places among the next tokens of their row.
     `tokens` is the weighted number of trained tokens of all rows that had a backward pass. `inside` is the largest

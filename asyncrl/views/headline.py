@@ -32,7 +32,7 @@ LOW_ESS = 0.3
 
 
 class Bound(StrEnum):
-    """What limits the speed of a run."""
+    """The cause that limits the speed of a run."""
 
     GENERATORS = "generators"
     LEARNER = "learner"
@@ -71,7 +71,7 @@ class Headline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bottleneck:
-    """What limits a run, with a sentence that names the settings to change."""
+    """The cause that limits a run, with a sentence that names the settings to change."""
 
     bound: Bound
     sentence: str

@@ -109,8 +109,8 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadBack(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of comparing live parameters of an engine with a manifest's bytes: the names (vLLM's) of those that are
-    as published, of those that differ, and of those that were not compared."""
+    """The result of a comparison of an engine's live parameters with a manifest's bytes: the names (vLLM's) of those
+    that are as published, of those that differ, and of those that were not compared."""
 
     alike: frozenset[str] = frozenset()
     differing: frozenset[str] = frozenset()

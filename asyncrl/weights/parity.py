@@ -108,8 +108,9 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityLimits:
-    """What `weights.parity_*` accept. `exact`: the largest difference decides, and is at most `tolerance_nats`.
-    Otherwise a unit has a mean of at most `mean_nats`, and later differences are at most `factor` units.
+    """The differences that `weights.parity_*` accept. `exact`: the largest difference decides, and is at most
+    `tolerance_nats`. Otherwise a unit has a mean of at most `mean_nats`, and later differences are at most `factor`
+    units.
 
     The log-probs are those at `temperature`. A low one divides the logits, and so their differences too.
     """
@@ -160,7 +161,7 @@ class ParityJudge:
         self._least_tokens = least_tokens
         self._pool: deque[Differences] = deque()
         self.unit: Spread | None = None
-        """What later differences are compared with. None before the first ones, and in float32."""
+        """The spread with which later differences are compared. None before the first ones, and in float32."""
 
     def judge(self, new: Differences) -> Verdict:
         """Adds differences, and judges the newest ones. Without tokens there is nothing to judge."""

@@ -98,7 +98,7 @@ class StagedWeights:
 
     @property
     def missing(self) -> list[Part]:
-        """What is not verified in the buffer yet."""
+        """The parts that are not verified in the buffer yet."""
         assert self._manifest is not None, "call begin() first"
         parts = []
         for index, bucket in enumerate(self._manifest.buckets):

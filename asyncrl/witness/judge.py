@@ -1,4 +1,4 @@
-"""What the witness asks for, what it compares, and what it finds."""
+"""The requests of the witness, its comparisons, and its findings."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ FORMULA = "formula"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientLimits:
-    """What is accepted between the gradients of a group by two passes, as shares of a norm: `of_tensor` for each
-    tensor, `of_all` for all together. A tensor with less than the share `least` of the whole norm is measured against
-    that share. `of_token` is for the gradient of a single token; that of n tokens has of_token / √n more."""
+    """The accepted differences between the gradients of a group by two passes, as shares of a norm: `of_tensor` for
+    each tensor, `of_all` for all together. A tensor with less than the share `least` of the whole norm is measured
+    against that share. `of_token` is for the gradient of a single token; that of n tokens has of_token / √n more."""
 
     of_tensor: float
     of_all: float
@@ -38,7 +38,7 @@ one to five tokens can still be learned: 0.015 in the median of 400 steps, and o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the driver knows of the rows that are witnessed in a step.
+    """The facts that the driver knows about the rows that are witnessed in a step.
 
     `counts` are those of each update, by the lease. `advantages` are those of the drawn rows by their numbers, from the
     rewards by plain formulas or by the user's own estimator, as `advantages_by` says; None if the ranks compute an

@@ -1,4 +1,4 @@
-"""What an objective gives each token: the derivatives of the loss by the token's log-prob and entropy.
+"""The derivatives of an objective's loss by the log-prob and the entropy of each token.
 
 The first path builds the loss from tensors and lets autograd derive it. This module states the derivatives themselves,
 with loops over Python's floats, as docs/losses.md and the papers have them. The objective is the mapping of its axes

@@ -1,4 +1,4 @@
-"""What a lease and its masks leave to train: samples, tokens and advantages, from the metadata of the groups."""
+"""The samples, tokens and advantages that a lease and its masks leave to train, from the metadata of the groups."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

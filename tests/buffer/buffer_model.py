@@ -781,7 +781,7 @@ class BufferModel:
         assert counts.booked_bytes == sum(self.booked_bytes[key] for key in self.having("reserved", "ready", "leased"))
         assert counts.booked_bytes <= self.limits.capacity_bytes
         assert counts.waiting == len(self.waiting)
-        assert self.buffer.tickets_by_replica() == Counter(self.tickets[key].replica for key in self.having("reserved"))
+        assert self.buffer.tickets_by_actor() == Counter(self.tickets[key].replica for key in self.having("reserved"))
         assert self.buffer.version == Version(self.incarnation, self.v)
 
     def check_deadlines(self) -> None:

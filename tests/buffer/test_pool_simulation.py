@@ -49,7 +49,7 @@ def test_random_pools_finish_within_the_bound_and_discard_nothing() -> None:
 class CountsAdmissions(ReplayBuffer):
     """Broken: counts all groups admitted since the start, instead of the slots in use."""
 
-    def _admission(self, version: Version, *, replica: str | None = None) -> Admission:
+    def _admission(self, version: Version, *, actor: str | None = None) -> Admission:
         admitted = self.account.events[Event.ATTEMPT]
         return admissible(
             self.limits,
@@ -63,7 +63,7 @@ class CountsAdmissions(ReplayBuffer):
 class FreesAtLease(ReplayBuffer):
     """Broken: frees a group's slot at the lease instead of at the ack."""
 
-    def _admission(self, version: Version, *, replica: str | None = None) -> Admission:
+    def _admission(self, version: Version, *, actor: str | None = None) -> Admission:
         return admissible(
             self.limits,
             slots=len(self.groups.reserved) + len(self.groups.ready),

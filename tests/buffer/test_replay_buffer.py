@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from asyncrl.buffer import groups
 from asyncrl.buffer.groups import seed_of_group
 from asyncrl.buffer.ledger import Amount, Event, Fate
-from asyncrl.buffer.records import CommitOutcome, Failure, HeldReport, LeaseWait, Refusal, Renewal
-from asyncrl.common.version import Version
+from asyncrl.buffer.records import CommitOutcome, Failure, HeldReport, LeaseWait, Refusal, Renewal, Ticket
+from asyncrl.common.version import Lineage, Version
 from asyncrl.errors import DataError, FailureClass, StalenessViolation
 
 OLD = Version(0, 0)
@@ -532,12 +532,12 @@ def test_a_replica_holds_the_groups_that_it_reserved_until_they_are_committed_or
     scene = Scene(eta=1, per_step=2)
     first, second, third = scene.reserve(3, replica="a")
     scene.reserve(1, replica="b")
-    assert scene.buffer.tickets_by_replica() == {"a": 3, "b": 1}
+    assert scene.buffer.tickets_by_actor() == {"a": 3, "b": 1}
     scene.commit(first)
     scene.buffer.fail(second.key, incarnation=1, failure=Failure(failure_class=FailureClass.DATA, reason="x"))
-    assert scene.buffer.tickets_by_replica() == {"a": 1, "b": 1}
+    assert scene.buffer.tickets_by_actor() == {"a": 1, "b": 1}
     scene.commit(third)
-    assert scene.buffer.tickets_by_replica() == {"b": 1}
+    assert scene.buffer.tickets_by_actor() == {"b": 1}
 
 
 def test_the_age_is_that_of_the_group_reserved_longest_ago() -> None:
@@ -608,4 +608,48 @@ def test_only_the_newest_ended_groups_with_a_retry_or_a_failure_are_remembered(m
         tickets += scene.reserve(1)
     assert list(scene.buffer.snapshot().last_attempts) == [2, 3]
     assert scene.buffer.commit(finished(tickets[3])) is CommitOutcome.LATE
-    assert scene.buffer.commit(finished(tickets[0])) is not CommitOutcome.ACCEPTED
+
+
+def scene_with_a_forgotten_attempt(monkeypatch: pytest.MonkeyPatch) -> tuple[Scene, list[Ticket]]:
+    """Returns a buffer, and tickets of four groups: trained and retained, failed and forgotten, failed, reserved."""
+    monkeypatch.setattr(groups, "LAST_ATTEMPTS", 1)
+    scene = Scene(eta=2, per_step=1, max_data_failures=100)
+    scene.buffer.snapshot()  # from now on, groups that are trained are retained
+    (retained,) = scene.reserve(1)
+    scene.commit(retained)
+    scene.train()
+    failed = [scene.reserve(1)[0] for _ in range(2)]
+    for ticket in failed:
+        failure = Failure(failure_class=FailureClass.DATA, reason="x")
+        scene.buffer.fail(ticket.key, incarnation=1, failure=failure)
+    return scene, [retained, *failed, *scene.reserve(1)]
+
+
+@pytest.mark.fault("F40")
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_late_commit_of_a_forgotten_attempt_is_unknown_so_that_its_rows_are_cleared(
+    restored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene, (_, forgotten, failed, reserved) = scene_with_a_forgotten_attempt(monkeypatch)
+    if restored:
+        scene.buffer.restore(scene.buffer.snapshot(), lineage=Lineage().child(scene.buffer.version))
+    before = scene.buffer.counts()
+    assert scene.buffer.commit(finished(forgotten)) is CommitOutcome.UNKNOWN
+    assert scene.buffer.commit(finished(failed)) is CommitOutcome.LATE
+    assert scene.buffer.counts() == before
+    keys = (forgotten.key, failed.key)
+    assert scene.buffer.never_committed([*keys, reserved.key]) == keys
+    renewal = scene.buffer.renew("a", held=progress_of(forgotten, failed, reserved))
+    assert renewal is not None
+    assert renewal.ended == keys
+    scene.commit(reserved)
+
+
+def test_the_rows_of_a_retained_group_stay_also_if_attempts_at_later_groups_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene, (retained, *_) = scene_with_a_forgotten_attempt(monkeypatch)
+    assert scene.buffer.commit(finished(retained)) is CommitOutcome.DUPLICATE
+    assert scene.buffer.never_committed([retained.key]) == ()
+    assert scene.buffer.release(complete=None) == (retained.key,)
+    assert scene.buffer.commit(finished(retained)) is CommitOutcome.UNKNOWN, "it looks like a forgotten attempt"

@@ -118,6 +118,30 @@ def test_what_is_stored_of_a_committed_group_stays_only_while_a_checkpoint_split
     assert scene.buffer.unneeded_prefixes([split.key]) == (split.key,)
 
 
+def test_the_age_is_that_of_the_oldest_group_also_if_groups_of_the_checkpoint_come_before_it() -> None:
+    scene = Scene(eta=1, per_step=1)
+    ready, reserved = scene.reserve(2)
+    scene.commit(ready)
+    snapshot = checkpoint(scene)
+    scene.clock.now_s += 7.0
+    go_back(scene, snapshot, loaded=Version(1, 0))
+    assert scene.buffer.counts().oldest_group_age_s == 7.0, "the replica still generates the reserved group"
+    scene.commit(reserved)
+    assert scene.buffer.counts().oldest_group_age_s == 7.0
+
+
+@pytest.mark.parametrize("clock_of_the_new_process_s", [2.0, 10_000.0])
+def test_the_age_in_another_process_counts_from_the_restore(clock_of_the_new_process_s: float) -> None:
+    before, after = Scene(eta=1, per_step=1), Scene(eta=1, per_step=1)
+    before.clock.now_s, after.clock.now_s = 500.0, clock_of_the_new_process_s
+    before.commit(*before.reserve(2))
+    before.clock.now_s += 7.0
+    go_back(after, checkpoint(before), loaded=Version(1, 0))
+    assert after.buffer.counts().oldest_group_age_s == 0.0
+    after.clock.now_s += 3.0
+    assert after.buffer.counts().oldest_group_age_s == 3.0
+
+
 @pytest.mark.parametrize("loaded_rows", [False, True])
 def test_groups_whose_rows_no_learner_has_loaded_are_generated_again_by_one_that_goes_back_further(
     loaded_rows: bool,

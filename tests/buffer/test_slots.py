@@ -59,7 +59,7 @@ def test_waiting_prompts_come_in_prompt_order(waiting: list[int], popped_early: 
             groups.wait(WaitingPrompt(group=group, attempt=1, task=TASK, seed=0, issued=group % 2 == 0))
         issued = groups.account().fates[Fate.RESERVED].groups
         assert issued == groups.recount().fates[Fate.RESERVED].groups == sum(group % 2 == 0 for group in batch)
-        assert [due.group for due in iter(lambda: groups.next_prompt(replica="a"), None)] == sorted(batch)
+        assert [due.group for due in iter(lambda: groups.next_prompt(actor="a"), None)] == sorted(batch)
         assert (len(groups.waiting), groups.account().fates[Fate.RESERVED].groups) == (0, 0)
 
 

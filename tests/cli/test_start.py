@@ -1,5 +1,6 @@
 """The report says how a run ended, for every kind of end."""
 
+import re
 import time
 from pathlib import Path
 
@@ -53,10 +54,27 @@ def test_a_report_that_cannot_be_made_hides_no_outcome(
         raise OverflowError("a number too large")
 
     monkeypatch.setattr(start, "write_report", broken)
-    with pytest.raises(RunError, match="the run's own"), reported_run(config_in(tmp_path), role="up"):
+    with pytest.raises(RunError, match="the run's own"), reported_run(config_in(tmp_path), role="up") as run_dir:
         raise RunError("the run's own")
     assert "was not written" in caplog.text
     assert "OverflowError: a number too large" in caplog.text
+    log = run_dir.log_path("up", 0).read_text()
+    assert re.search(r"was not written\nTraceback .*in broken\n.*OverflowError: a number too large", log, re.DOTALL), (
+        log
+    )
+    assert re.search(r"ended by an error\nTraceback .*RunError: the run's own", log, re.DOTALL), log
+
+
+def test_the_log_has_the_reason_why_run_json_lacks_the_end_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: RunDir, **_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(RunDir, "close", full)
+    with pytest.raises(RunError), reported_run(config_in(tmp_path), role="up") as run_dir:
+        raise RunError("the run's own")
+    assert "run.json was not updated with the end of the run: no space left" in run_dir.log_path("up", 0).read_text()
 
 
 @pytest.mark.fault("F6")

@@ -556,6 +556,17 @@ async def performed(call: Callable[[], Any]) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("role", Role)
 @pytest.mark.fault("F32")
+async def test_attach_refuses_a_deployment_with_another_config(role: Role) -> None:
+    coordinator = made(ClearedRows())
+    deployment = Deployment(id="d", role=role, host="h", pid=8)
+    with pytest.raises(RunMismatch, match=r"run\.seed = 1234, but the run was started with"):
+        await coordinator.attach(deployment, shared=SHARED | {"run.seed": 1234})
+    assert coordinator.registry.live() == [], "it is not admitted"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.fault("F32")
 async def test_a_deployment_with_other_prompts_is_refused_and_the_error_names_what_differs(role: Role) -> None:
     coordinator = made(ClearedRows(), tasks=4)
     own = [Task(question=str(i), prompt=str(i), answer="") for i in range(4)]

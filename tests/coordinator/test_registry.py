@@ -28,7 +28,7 @@ def registry(clock: Clock, **limits: int) -> Registry:
 def test_a_deployment_with_another_config_is_refused_by_the_key_that_differs() -> None:
     members = registry(Clock())
     with pytest.raises(RunMismatch, match=r"staleness.max_versions = 4.*started with 2"):
-        members.attach(deployment("g", Role.GENERATOR), shared={"staleness.max_versions": 4, "run.seed": 0})
+        members.check(deployment("g", Role.GENERATOR), shared={"staleness.max_versions": 4, "run.seed": 0})
     assert members.live() == []
 
 
@@ -39,7 +39,7 @@ def test_who_only_asks_whether_it_may_attach_is_no_member() -> None:
     assert members.live() == []
     with pytest.raises(RunMismatch):
         members.check(deployment("g", Role.GENERATOR), shared=shared | {"run.seed": 1})
-    members.attach(deployment("l1", Role.LEARNER), shared=shared)
+    members.attach(deployment("l1", Role.LEARNER))
     with pytest.raises(RunLocked):
         members.check(deployment("l2", Role.LEARNER), shared=shared)
 
@@ -48,37 +48,35 @@ def test_who_only_asks_whether_it_may_attach_is_no_member() -> None:
 def test_a_second_learner_is_refused_and_told_who_holds_the_run() -> None:
     members = registry(Clock())
     shared = {"staleness.max_versions": 2, "run.seed": 0}
-    members.attach(deployment("l1", Role.LEARNER), shared=shared)
+    members.attach(deployment("l1", Role.LEARNER))
     with pytest.raises(RunLocked, match="pid 17 on node-1"):
-        members.attach(deployment("l2", Role.LEARNER), shared=shared)
-    members.attach(deployment("g1", Role.GENERATOR), shared=shared)
-    members.attach(deployment("g2", Role.GENERATOR), shared=shared)
+        members.check(deployment("l2", Role.LEARNER), shared=shared)
+    members.attach(deployment("g1", Role.GENERATOR))
+    members.attach(deployment("g2", Role.GENERATOR))
 
 
 def test_a_silent_learner_no_longer_holds_the_run() -> None:
     clock = Clock()
     members = registry(clock)
-    shared = {"staleness.max_versions": 2, "run.seed": 0}
-    members.attach(deployment("l1", Role.LEARNER), shared=shared)
+    members.attach(deployment("l1", Role.LEARNER))
     clock.now_s = 10.5
-    members.attach(deployment("l2", Role.LEARNER), shared=shared)
+    members.attach(deployment("l2", Role.LEARNER))
     assert [member.id for member in members.live()] == ["l2"]
 
 
 def test_a_member_that_is_only_silent_keeps_the_run_until_several_timeouts_have_passed() -> None:
     clock = Clock()
     members = registry(clock)
-    shared = {"staleness.max_versions": 2, "run.seed": 0}
     for name in ("g1", "g2", "g3"):
-        members.attach(deployment(name, Role.GENERATOR), shared=shared)
-    members.attach(deployment("l1", Role.LEARNER), shared=shared)
+        members.attach(deployment(name, Role.GENERATOR))
+    members.attach(deployment("l1", Role.LEARNER))
     clock.now_s = 40.0
     assert members.keep("g2")
     assert not members.detach("g1"), "l1 was silent for four timeouts, and may come back"
     assert members.keep("l1")
     clock.now_s = 80.0
     assert not members.detach("g2"), "l1 was silent for four timeouts"
-    members.attach(deployment("g4", Role.GENERATOR), shared=shared)
+    members.attach(deployment("g4", Role.GENERATOR))
     clock.now_s = 80.5
     assert members.detach("g4"), "all others were silent for more than four timeouts"
     assert not members.keep("g4")
@@ -88,9 +86,8 @@ def test_a_member_that_is_only_silent_keeps_the_run_until_several_timeouts_have_
 def test_a_run_that_is_over_does_not_wait_for_silent_members(state: RunState) -> None:
     clock = Clock()
     members = registry(clock)
-    shared = {"staleness.max_versions": 2, "run.seed": 0}
     for name in ("g1", "g2", "g3"):
-        members.attach(deployment(name, Role.GENERATOR), shared=shared)
+        members.attach(deployment(name, Role.GENERATOR))
     members.set_state(state)
     clock.now_s = 8.0
     assert members.keep("g1")
@@ -103,34 +100,32 @@ def test_a_run_that_is_over_does_not_wait_for_silent_members(state: RunState) ->
 def test_no_deployment_attaches_after_the_last_one_has_left() -> None:
     members = registry(Clock())
     shared = {"staleness.max_versions": 2, "run.seed": 0}
-    members.attach(deployment("g1", Role.GENERATOR), shared=shared)
+    members.attach(deployment("g1", Role.GENERATOR))
     assert members.detach("g1")
     assert members.detach("g1"), "the first answer may be lost, and then no deployment would end the run's processes"
     assert not members.detach("g2"), "only the last deployment ends the run's processes"
-    for refused in (members.check, members.attach):
-        with pytest.raises(RunLocked, match=r"start this command again.*asyncrl down"):
-            refused(deployment("g2", Role.GENERATOR), shared=shared)
+    with pytest.raises(RunLocked, match=r"start this command again.*asyncrl down"):
+        members.check(deployment("g2", Role.GENERATOR), shared=shared)
 
 
 @pytest.mark.parametrize("state", [RunState.FINISHED, RunState.FAILED])
 def test_no_other_generator_enters_a_run_that_is_over(state: RunState) -> None:
     members = registry(Clock())
     shared = {"staleness.max_versions": 2, "run.seed": 0}
-    members.attach(deployment("g1", Role.GENERATOR), shared=shared)
+    members.attach(deployment("g1", Role.GENERATOR))
     members.set_state(state)
-    members.attach(deployment("g1", Role.GENERATOR), shared=shared)
+    members.attach(deployment("g1", Role.GENERATOR))
     with pytest.raises(RunLocked, match=r"has ended.*start this command again"):
-        members.attach(deployment("g2", Role.GENERATOR), shared=shared)
+        members.check(deployment("g2", Role.GENERATOR), shared=shared)
     assert members.detach("g1"), "no other deployment keeps the processes of the run"
 
 
 def test_a_learner_that_was_replaced_does_not_end_the_run_of_its_successor() -> None:
     clock = Clock()
     members = registry(clock)
-    shared = {"staleness.max_versions": 2, "run.seed": 0}
-    members.attach(deployment("l1", Role.LEARNER), shared=shared)
+    members.attach(deployment("l1", Role.LEARNER))
     clock.now_s = 10.5
-    members.attach(deployment("l2", Role.LEARNER), shared=shared)
+    members.attach(deployment("l2", Role.LEARNER))
     clock.now_s = 60.0
     assert not members.detach("l1")
     assert members.keep("l2")
@@ -170,20 +165,19 @@ def test_a_new_state_ends_the_quiet_time() -> None:
 def test_a_new_number_of_replicas_is_divided_among_the_living_generator_deployments() -> None:
     clock = Clock()
     members = registry(clock)
-    shared = {"staleness.max_versions": 2, "run.seed": 0}
-    members.attach(deployment("l", Role.LEARNER), shared=shared)
+    members.attach(deployment("l", Role.LEARNER))
     with pytest.raises(RunError, match="no generator deployment: start one"):
         members.scale(2)
     for name, replicas in (("small", 1), ("large", 3), ("gone", 5)):
         generators = msgspec.structs.replace(deployment(name, Role.GENERATOR), replicas=replicas)
-        members.attach(generators, shared=shared)
+        members.attach(generators)
     clock.now_s += 10.1
     assert all(members.keep(name) for name in ("l", "small", "large"))
     assert members.wanted() == {"small": 1, "large": 3}
     assert members.scale(6) == members.wanted() == {"small": 3, "large": 3}, "the smallest one grows first"
     assert members.scale(7) in ({"small": 4, "large": 3}, {"small": 3, "large": 4})
     assert members.scale(1) in ({"small": 1, "large": 0}, {"small": 0, "large": 1}), "the largest one shrinks first"
-    members.attach(msgspec.structs.replace(deployment("new", Role.GENERATOR), replicas=2), shared=shared)
+    members.attach(msgspec.structs.replace(deployment("new", Role.GENERATOR), replicas=2))
     assert members.wanted()["new"] == 2, "a later deployment starts as its configuration says"
     clock.now_s += 10.1
     members.gave_up("generator-a", "no memory")
@@ -201,10 +195,9 @@ def test_a_new_number_of_replicas_is_divided_among_the_living_generator_deployme
 def test_of_many_silent_deployments_only_the_newest_are_remembered() -> None:
     clock = Clock()
     members = registry(clock, gone_members=2)
-    shared = {"staleness.max_versions": 2, "run.seed": 0}
     for number in range(5):
-        members.attach(deployment(f"g{number}", Role.GENERATOR), shared=shared)
+        members.attach(deployment(f"g{number}", Role.GENERATOR))
         clock.now_s += 11.0
-    members.attach(deployment("live", Role.GENERATOR), shared=shared)
+    members.attach(deployment("live", Role.GENERATOR))
     assert [members.keep(f"g{number}") for number in range(5)] == [False, False, False, True, True]
     assert members.keep("live")

@@ -339,7 +339,7 @@ TABLE = [
     Row(Coordinator.attach, given(GENERATOR), {"shared": ...}),
     Row(Coordinator.attach, another_learner, {"shared": ...}),
     Row(Registry.check, given(GENERATOR), {"shared": ...}),
-    Row(Registry.attach, given(GENERATOR), {"shared": ...}),
+    Row(Registry.attach, given(GENERATOR)),
     Row(Registry.keep, a_deployment, {"state_seconds": {"training": 2.0}}),
     Row(Registry.detach, a_deployment),
     Row(Registry.detach, a_learner_and_its_generator),

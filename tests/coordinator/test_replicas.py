@@ -36,7 +36,7 @@ class Seen(Scene):
     def views(self) -> tuple[ReplicaView, ...]:
         buffer = self.buffer
         return self.replicas.views(
-            buffer.fleet.lives(), reserved_groups=buffer.tickets_by_replica(), refusal_at=buffer.refusal
+            buffer.fleet.lives(), reserved_groups=buffer.tickets_by_actor(), refusal_at=buffer.refusal
         )
 
     def heard(self, name: str, *, version: Version | None, free_slots: int) -> None:

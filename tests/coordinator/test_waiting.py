@@ -98,7 +98,7 @@ async def test_a_change_wakes_as_many_calls_as_can_get_a_ticket_and_no_others() 
 
 
 @pytest.mark.asyncio
-async def test_a_change_does_not_wake_the_calls_of_replicas_that_must_not_ask() -> None:
+async def test_a_change_does_not_wake_the_calls_of_actors_that_must_not_ask() -> None:
     slots = Slots()
     calls = await waiting_calls(slots, 4)
     slots.unhealthy = {0, 1, 3}
@@ -187,7 +187,7 @@ async def test_a_call_whose_replica_has_loaded_other_weights_asks_again_and_keep
     slots.asked.clear()
     slots.changed(oldest=1)
     loaded = Version(1, 1)
-    slots.waiting.tickets.wake_replica("replica-0")
+    slots.waiting.tickets.wake_actor("replica-0")
     await all_run()
     assert slots.asked == [0], "it may be refused for another reason now"
     slots.changed(free=1)
@@ -256,7 +256,7 @@ async def a_history(steps: list[tuple[str, int]]) -> None:
                 place = number % len(calls)
                 versions[place] += 1
                 moved.add(place)
-                slots.waiting.tickets.wake_replica(f"replica-{place}")
+                slots.waiting.tickets.wake_actor(f"replica-{place}")
             case "run":
                 for _ in range(number):
                     await asyncio.sleep(0)
@@ -268,7 +268,7 @@ async def a_history(steps: list[tuple[str, int]]) -> None:
         order = [place for place in slots.granted if versions[place] == version and place not in moved]
         assert order == sorted(order)
     await ended(calls)
-    assert (slots.waiting.tickets._lines, slots.waiting.tickets._of_replica, slots.waiting.tickets._awake) == (
+    assert (slots.waiting.tickets._lines, slots.waiting.tickets._of_actor, slots.waiting.tickets._awake) == (
         {},
         {},
         0,

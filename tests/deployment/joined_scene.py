@@ -46,9 +46,7 @@ class OneProcessCluster:
         registry = self.coordinator.registry
         registry.set_endpoint("buffer", "127.0.0.1:2")
         # With this generator a learner is never the last deployment that leaves, which would end Ray's actors.
-        registry.attach(
-            Deployment(id="generator-1", role=Role.GENERATOR, host="h", pid=1), shared=shared_config(config)
-        )
+        registry.attach(Deployment(id="generator-1", role=Role.GENERATOR, host="h", pid=1))
         self.calls: list[Call] = []
         self.before: dict[str, Callable[[Call], Awaitable[None]]] = {}
         self.answers: dict[str, Callable[[], Any]] = {}
@@ -65,7 +63,7 @@ class OneProcessCluster:
         """Lets another learner take the place of one that was silent for too long."""
         self.now_s += 2 * self.config.buffer.heartbeat_timeout_s
         other = Deployment(id="another", role=Role.LEARNER, host="h", pid=1)
-        self.coordinator.registry.attach(other, shared=shared_config(self.config))
+        self.coordinator.registry.attach(other)
 
     async def _send(self, call: Call) -> Any:
         self.calls.append(call)

@@ -74,7 +74,7 @@ async def test_a_run_that_is_there_is_asked_and_one_that_is_not_takes_everybody(
         Config.model_validate({"run": {"name": "another"}, "eval": {"prompts": 16}}), role=role
     )
 
-    members.attach(Deployment(id="l", role=Role.LEARNER, host="h", pid=7), shared=shared_config(config))
+    members.attach(Deployment(id="l", role=Role.LEARNER, host="h", pid=7))
     await shared_actors.check_admission(config, role=Role.GENERATOR)
     with pytest.raises(RunLocked, match="pid 7 on h"):
         await shared_actors.check_admission(config, role=Role.LEARNER)
@@ -86,7 +86,7 @@ async def test_a_learner_waits_until_the_one_that_was_killed_counts_as_gone(a_ru
     config, now = Config(), itertools.count(0.0, 3.0)
     members = a_run_is_there(config, clock=lambda: next(now))
     killed = Deployment(id="l", role=Role.LEARNER, host="h", pid=7)
-    members.attach(killed, shared=shared_config(config))
+    members.attach(killed)
     with pytest.raises(RunLocked):
         await shared_actors.check_admission(config, role=Role.LEARNER, restores="n")
     members.keep(killed.id)
@@ -183,7 +183,7 @@ async def test_a_learner_that_restores_ends_a_buffer_whose_index_has_died(
     assert [rows.closed for rows in opened] == ([True, False] if gone else [False])
     assert next(ids["weights"], "ended") == ("ended" if gone else 2), "the weight store must have ended"
 
-    members.attach(Deployment(id="l", role=Role.LEARNER, host="h", pid=7), shared=shared_config(config))
+    members.attach(Deployment(id="l", role=Role.LEARNER, host="h", pid=7))
     with pytest.raises(RunLocked):
         await shared_actors.open_data_plane(config, deployment=learner, restores=True)
     assert len(ended) == gone, "the run of a learner that lives is left alone"
@@ -206,7 +206,7 @@ class AttachedCluster:
 
     async def perform(self, call: Call) -> object:
         if call.method == "attach":
-            self.members.attach(*call.arguments, shared=call.options["shared"])
+            self.members.attach(*call.arguments)
             raise ActorGone("the answer is lost")
         if call.method == "detach":
             return self.members.detach(*call.arguments)
@@ -232,7 +232,7 @@ async def test_a_learner_that_gets_no_answer_to_its_attach_does_not_keep_the_nex
     config = Config()
     if others:
         generator = Deployment(id="g", role=Role.GENERATOR, host="h", pid=1)
-        there.members.attach(generator, shared=shared_config(config))
+        there.members.attach(generator)
     with pytest.raises(ActorGone, match="the answer is lost"):
         await shared_actors.enter_run(config, deployment=shared_actors.new_deployment(Role.LEARNER), tasks=[])
     assert [member.id for member in there.members.live()] == (["g"] if others else [])

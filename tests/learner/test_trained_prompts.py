@@ -122,6 +122,16 @@ def test_old_epochs_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(prompts, {2: tasks[0]}).ratio == 0, "and it was forgotten"
 
 
+def test_a_repetition_is_named_also_if_the_step_forgets_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.learner.trained_prompts.REMEMBERED_GROUPS", 4)
+    tasks = tasks_of("", 4, different=4)
+    prompts = TrainedPrompts(tasks)
+    assert found(prompts, {0: tasks[0]}).ratio == 0
+    again = found(prompts, {1: tasks[0], 12: tasks[1]})
+    assert again.ratio == 2
+    assert "group 1 was trained with the prompt '0' (row 1). It is number 2 of epoch 0" in again.words
+
+
 def test_groups_without_a_checksum_are_not_counted() -> None:
     [group] = lease_of({0: TASKS[0]}).groups
     bare = msgspec.structs.replace(group, meta=msgspec.structs.replace(group.meta, prompt=None))

@@ -133,6 +133,6 @@ def test_the_error_has_both_runs(tmp_path: Path, changed: list[str]) -> None:
 def test_a_run_has_the_nonce_of_its_last_learner() -> None:
     registry = Registry(shared={}, timeout_s=10.0, clock=lambda: 0.0)
     assert registry.run_nonce() == ""
-    registry.attach(Deployment(id="a", role=Role.LEARNER, host="h", pid=1, nonce="n"), shared={})
+    registry.attach(Deployment(id="a", role=Role.LEARNER, host="h", pid=1, nonce="n"))
     registry.detach("a")
     assert registry.run_nonce() == "n"
