@@ -108,7 +108,7 @@ def _of_samples(tolerance_nats: float, *, most_groups: int) -> list[Comparison]:
         Comparison(
             check="rewards",
             compares="recorded rewards of all steps, with those of the samples' texts, scored again by the reward that "
-            f"the configuration names; for the groups whose texts the run kept in samples/, at most {most_groups}",
+            f"the configuration names; for groups whose texts the run kept in samples/, at most {most_groups} groups",
             things="rewards",
             unit="(the difference of two rewards)",
             limit=1e-6,
@@ -140,7 +140,7 @@ def _of_updates(equal_advantages: float) -> list[Comparison]:
         Comparison(
             check="advantages",
             compares="advantages in the kept batch, with those that follow from the recorded rewards",
-            things="advantages",
+            things="advantages of tokens",
             unit="of the largest advantage",
             limit=equal_advantages,
         ),
@@ -157,7 +157,7 @@ def _of_updates(equal_advantages: float) -> list[Comparison]:
             check="gradient",
             compares="norm of the gradient of the loss of all samples before it is clipped, as recorded, with that of "
             "the plain pass and the objective's formula; a norm for each update",
-            things="gradients",
+            things="norms of gradients",
             unit="of the gradient's norm",
             limit=EQUAL_GRADIENTS,
         ),

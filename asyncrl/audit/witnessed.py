@@ -293,7 +293,7 @@ class _Witness:
             if not own:
                 continue
             apart = max((abs(value - of_samples[n]) for value in own), default=0.0)
-            where = f"{row.name} has the advantage {own[0]:.6g}, and its rewards give {of_samples[n]:.6g}"
+            where = f"{row.name} has the advantage {own[0]:.9g}, and its rewards give {of_samples[n]:.9g}"
             self._compare("advantages", len(own), apart / largest, where)
 
     def _compare_token_advantages(
@@ -385,7 +385,7 @@ class _Witness:
         norm = sum(norms) / max(len(norms), 1)
         apart = abs(norm - step.grad_norm) / (step.grad_norm or 1.0)
         where = (
-            f"the gradient of step {step.step} has the recorded norm {step.grad_norm:.6g}, and the plain one {norm:.6g}"
+            f"the gradient of step {step.step} has the recorded norm {step.grad_norm:.9g}, and the plain one {norm:.9g}"
         )
         self._compare("gradient", len(norms), apart, where)
         if consecutive:
