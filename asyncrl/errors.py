@@ -27,7 +27,7 @@ AsyncRLError
 │   │   ├── MissingColumns     the rows lack columns that a loss reads; no training step was made
 │   │   ├── ImpreciseColumns   a loss sums log-probs over sequences, and they have half precision
 │   │   ├── LossFailed         a loss function raised an error, or did not return a scalar and metrics
-│   │   ├── WitnessFailed      an update is not the one that the configuration describes
+│   │   ├── WitnessFailed      an update or an evaluation is not the one that the configuration describes
 │   │   └── Offloaded          the model was moved off its devices for a refit and was not moved back
 │   ├── NonFiniteError         too many consecutive steps with a non-finite loss or gradient (F21)
 │   └── StalenessViolation     a token older than the limit reached a batch; this is a bug of asyncrl
@@ -204,7 +204,9 @@ class LossFailed(CallRefused):
 
 class WitnessFailed(CallRefused):
     """An update is not the one that the configuration describes: the text names the check, the token or the tensor, and
-    both numbers. The optimizer update was not applied on any rank."""
+    both numbers. The optimizer update was not applied on any rank.
+
+    Or an evaluation is not greedy that must be: the text has the number of tokens."""
 
 
 class Offloaded(CallRefused):

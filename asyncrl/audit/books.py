@@ -148,7 +148,7 @@ def _check_all_there(fates: dict[int, str], entry: LedgerEntry, *, moment: str) 
 def ledger_closes(history: History) -> str:
     """Check 2: the account of the ledger is closed after every step, in groups, samples and tokens, and equals the sums
     over the groups that ended so far. The step's line in steps.jsonl has the same numbers. Each evaluation has a
-    reward or a failure of each of its prompts."""
+    reward or a failure of each of its prompts, and is greedy if it has one completion of each."""
     path = history.directory / "steps.jsonl"
     records = read_lines(path, StepRecord)
     lines: dict[int, tuple[StepRecord, int]] = {}
@@ -180,7 +180,8 @@ def ledger_closes(history: History) -> str:
 
 
 def _checked_evaluations(history: History) -> str:
-    """Compares the numbers of prompts in evals.jsonl, and says how many evaluations there are."""
+    """Checks the numbers in evals.jsonl: of prompts, and of tokens that are not greedy. Says how many evaluations there
+    are."""
     try:
         records = read_lines(history.directory / "evals.jsonl", EvalRecord)
     except RunError as error:
@@ -192,7 +193,15 @@ def _checked_evaluations(history: History) -> str:
                 f"the evaluation {record.name} of step {record.version} asked {record.asked} prompts, but it has "
                 f"{record.prompts} with a reward and {record.failed} that failed"
             )
-    return f"; {len(checked)} evaluations have an answer or a failure of each prompt" if checked else ""
+        if record.non_greedy_tokens:
+            raise Counterexample(
+                f"the evaluation {record.name} of step {record.version} is not greedy, although it has one completion "
+                f"of a prompt: {record.non_greedy_tokens} tokens were not the most probable ones"
+            )
+    if not checked:
+        return ""
+    greedy = sum(record.non_greedy_tokens is not None for record in checked)
+    return f"; {len(checked)} evaluations have an answer or a failure of each prompt, {greedy} are greedy"
 
 
 def _in_words(ended: EndedGroup | None) -> str:

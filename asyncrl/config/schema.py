@@ -789,8 +789,9 @@ class WitnessSection(Section):
     """Most tokens of the rows that are computed a second time, of one group that is drawn. Of a longer group, the first
     rows are taken; rows that are longer are not drawn."""
     on_failure: Literal["stop", "warn"] = "warn"
-    """Reaction to an update that is not the one that the configuration describes. `stop`: the run ends, before the
-    optimizer's step if the gradients are concerned. `warn`: an error in the log, and training goes on."""
+    """Reaction to an update that is not the one that the configuration describes, or to an evaluation that must be
+    greedy and is not. `stop`: the run ends, before the optimizer's step if the gradients are concerned. `warn`: an
+    error in the log, and training goes on."""
 
 
 class EvalSetSection(Section):

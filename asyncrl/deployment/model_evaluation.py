@@ -50,7 +50,8 @@ class SetResult(msgspec.Struct, frozen=True, kw_only=True):
     """The evaluation of a model on one held-out set.
 
     `prompts` is the number of prompts with a reward, `failed` that of the others. `reward_mean` is the mean over the
-    former, and `reward_stderr` its standard error over the prompts. `temperature` is 0 for greedy completions.
+    former, and `reward_stderr` its standard error over the prompts. `temperature` is 0 for greedy completions, of whose
+    tokens `non_greedy_tokens` were not the most probable ones. It must be 0, and is None for several samples.
     `pass_at` has the mean pass@k by k; a completion passes with a reward of at least `pass_reward`. `components` has
     the mean of each component of the reward, without its weight.
     """
@@ -60,6 +61,7 @@ class SetResult(msgspec.Struct, frozen=True, kw_only=True):
     failed: int
     samples: int
     temperature: float
+    non_greedy_tokens: int | None = None
     reward_mean: float | None
     reward_stderr: float | None
     pass_reward: float
@@ -162,12 +164,14 @@ async def evaluate_set(name: str, tasks: Sequence[Task], *, rollouts: Rollouts, 
     rewards = [[sample.reward for sample in each] for each in answers]
     reward_mean, error = mean_and_error(rewards)
     parts = [sample.components for each in answers for sample in each]
+    counts = [each[0].non_greedy_tokens for each in answers if each[0].non_greedy_tokens is not None]
     return SetResult(
         name=name,
         prompts=len(answers),
         failed=len(failures),
         samples=how.samples,
         temperature=how.temperature if how.samples > 1 else 0.0,
+        non_greedy_tokens=sum(counts) if counts else None,
         reward_mean=reward_mean,
         reward_stderr=error,
         pass_reward=how.pass_reward,
@@ -210,6 +214,11 @@ def result_lines(result: SetResult) -> list[str]:
     if result.components:
         shown = "  ".join(f"{name} {value:.3f}" for name, value in result.components.items())
         lines.append(f"  components of the reward: {shown}")
+    if result.non_greedy_tokens:
+        lines.append(
+            f"  not greedy: {result.non_greedy_tokens} tokens are not the most probable ones. It is a bug of asyncrl "
+            "or of vLLM: report it"
+        )
     return lines
 
 

@@ -63,6 +63,11 @@ class Turn:
         """The number of stored tokens in the complete answer. A stop string in them makes the answer shorter."""
         return 0 if self.answer is None else min(len(self.stored.token_ids), len(self.answer.token_ids))
 
+    @property
+    def non_greedy_tokens(self) -> int:
+        """The number of tokens of the complete answer that were not the most probable ones, if they were counted."""
+        return 0 if self.answer is None else self.answer.non_greedy_tokens or 0
+
     def progressed(self, sampled: Sampled) -> None:
         """Records what the engine has so far."""
         self._sampled = sampled
@@ -104,6 +109,11 @@ class SampleProgress:
     def continued_tokens(self) -> int:
         """The number of stored tokens in the answers that the agent got."""
         return sum(turn.continued_tokens for turn in self._turns)
+
+    @property
+    def non_greedy_tokens(self) -> int:
+        """The number of tokens in the answers that were not the most probable ones, if they were counted."""
+        return sum(turn.non_greedy_tokens for turn in self._turns)
 
     def partial(self) -> PartialCompletion | None:
         """Returns a copy of all turns, also of stored ones that the agent has not asked for yet. None as for
@@ -158,6 +168,7 @@ class GroupProgress:
 
     def __init__(self, samples: int, attempt: Attempt) -> None:
         self._attempt = attempt
+        self.greedy = attempt.greedy
         self._in_engine = 0
         self.samples = [SampleProgress(stored, self) for stored in attempt.prefix or [NOTHING] * samples]
         self.called(0)
@@ -169,6 +180,11 @@ class GroupProgress:
     @property
     def continued_tokens(self) -> int:
         return sum(sample.continued_tokens for sample in self.samples)
+
+    @property
+    def non_greedy_tokens(self) -> int | None:
+        """The number of tokens that were not the most probable ones; None if the attempt is not `greedy`."""
+        return sum(sample.non_greedy_tokens for sample in self.samples) if self.greedy else None
 
     def partial(self) -> list[PartialCompletion] | None:
         now = [sample.partial() for sample in self.samples]
@@ -263,6 +279,7 @@ class AgentRollouts:
             activity=_activity(ended, episodes),
             tool_failures=tuple(failure for session in ended for failure in session.tool_failures),
             continued_tokens=group.continued_tokens,
+            non_greedy_tokens=group.non_greedy_tokens,
         )
 
     def session_ages_s(self) -> list[float]:
@@ -285,6 +302,7 @@ class AgentRollouts:
                 stop=asked.stop,
                 prefix=turn.prefix,
                 on_progress=turn.progressed,
+                count_non_greedy=turn.group.greedy,
             )
             turn.answered(completion)
         if asked.tools and self._tools is not None:

@@ -208,12 +208,15 @@ class Attempt:
     Calls `on_progress` from time to time with what the group has so far, and `on_generated` when the engine is done
     with it. An agent begins anew, and gets the answers of `prefix` for equal calls. With an agent, calls
     `on_environment` with True when the engine has no call of the group any more, and with False when it has.
+
+    `greedy` says that its tokens must be the most probable ones: those that are not are counted.
     """
 
     prefix: Sequence[PartialCompletion] = ()
     on_progress: Callable[[Sampled], None] | None = None
     on_generated: Callable[[], None] = lambda: None
     on_environment: Callable[[bool], None] = lambda waits: None
+    greedy: bool = False
 
 
 class AgentActivity(TypedDict):
@@ -234,7 +237,8 @@ class Played:
 
     `environment_s` is the time of the group in which its busiest sample did not wait for the engine, seconds.
     `continued_tokens` is the number of tokens that an earlier attempt sampled. `activity` is what the agents of the
-    group did, if it has any. `tool_failures` are their failed calls of tools.
+    group did, if it has any. `tool_failures` are their failed calls of tools. `non_greedy_tokens` is the number of
+    sampled tokens that were not the most probable ones; None if the attempt was not `greedy`.
     """
 
     episodes: list[Episode]
@@ -243,3 +247,4 @@ class Played:
     continued_tokens: int = 0
     activity: AgentActivity | None = None
     tool_failures: tuple[ToolFailure, ...] = ()
+    non_greedy_tokens: int | None = None

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from asyncrl.buffer.records import Failure
@@ -16,8 +17,17 @@ from asyncrl.generation.rollout import Rollouts
 
 logger = logging.getLogger(__name__)
 
-Answer = tuple[float, ...] | Failure
-"""The rewards of the samples of a held-out question, or the failure of its rollout."""
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """The rewards of the samples of a held-out question. `non_greedy_tokens` is that of a `HeldoutAnswer`."""
+
+    of_samples: tuple[float, ...]
+    non_greedy_tokens: int | None = None
+
+
+Answer = Rewards | Failure
+"""The rewards of a held-out question, or the failure of its rollout."""
 Answered = TypeVar("Answered")
 
 
@@ -27,8 +37,9 @@ async def evaluate(
     """Returns the rewards of the answers of each task of a held-out set. Failures are reported to the coordinator at
     once, because the evaluation may go on for minutes."""
 
-    async def rewards(number: int, task: Task) -> tuple[float, ...]:
-        return tuple(answer.reward for answer in await rollouts.answers(task, how, number=number))
+    async def rewards(number: int, task: Task) -> Rewards:
+        answers = await rollouts.answers(task, how, number=number)
+        return Rewards(tuple(answer.reward for answer in answers), answers[0].non_greedy_tokens)
 
     async def report(failure: Failure) -> None:
         try:

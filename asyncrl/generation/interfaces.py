@@ -78,11 +78,13 @@ NOTHING = PartialCompletion(token_ids=[], logprobs=[], versions=[])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion(PartialCompletion):
-    """One sampled continuation of a prompt, which is finished. `text` has no special tokens."""
+    """One sampled continuation of a prompt, which is finished. `text` has no special tokens. `non_greedy_tokens` is the
+    number of its tokens that were not the most probable ones; None if they were not counted."""
 
     text: str
     truncated: bool  # an engine must not leave it out
     finished: bool = True
+    non_greedy_tokens: int | None = None
 
 
 class Sampled(Protocol):
@@ -127,6 +129,7 @@ class InferenceEngine(Protocol):
         stop: Sequence[str] = (),
         prefix: Sequence[PartialCompletion] = (),
         on_progress: Callable[[Sampled], None] | None = None,
+        count_non_greedy: bool = False,
     ) -> list[Completion]:
         """Returns n completions of one prompt. Child i samples with seed + i. Temperature 0 is greedy; seed is None.
         Other temperatures sample with `generator.top_k`, `top_p` and `min_p`, and then completions have supports.
@@ -138,6 +141,9 @@ class InferenceEngine(Protocol):
         With a `prefix`, which has one entry for each child, the completions begin with its tokens and keep their
         log-probs and versions. A child with a finished entry is complete; any other samples with the seed of
         `asyncrl.generation.prefixes.seed_of`. `max_tokens` includes the prefix.
+
+        With `count_non_greedy`, completions have their `non_greedy_tokens`, without those of a prefix. At temperature 0
+        there are none.
         """
         ...
 

@@ -60,11 +60,15 @@ class FinishedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldoutAnswer:
-    """A completion of a held-out prompt with its reward, and the components of the reward, if it has any."""
+    """A completion of a held-out prompt with its reward, and the components of the reward, if it has any.
+
+    `non_greedy_tokens` is the number of its tokens that were not the most probable ones. It must be 0 for the only
+    completion of a prompt, and is None for one of several."""
 
     text: str
     reward: float
     components: Mapping[str, float]
+    non_greedy_tokens: int | None
 
 
 @dataclass(kw_only=True)
@@ -107,12 +111,20 @@ class Rollouts:
         seeded = self.config.seeds_samples and samples > 1
         seed = seed_of_group(self.config.run.seed, number, group_size=samples) if seeded else None
         temperature = how.temperature if samples > 1 else 0.0
-        played = await self._played(task, samples=samples, seed=seed, temperature=temperature, attempt=Attempt())
+        attempt = Attempt(greedy=samples == 1)
+        played = await self._played(task, samples=samples, seed=seed, temperature=temperature, attempt=attempt)
         answers: list[HeldoutAnswer] = []
         for episode, score in zip(played.episodes, played.scores, strict=True):
             if isinstance(score, DataError):
                 raise score
-            answers.append(HeldoutAnswer(text=episode.text, reward=total(score), components=parts_of(score)))
+            answers.append(
+                HeldoutAnswer(
+                    text=episode.text,
+                    reward=total(score),
+                    components=parts_of(score),
+                    non_greedy_tokens=played.non_greedy_tokens,
+                )
+            )
         return answers
 
     async def _played(
@@ -131,6 +143,7 @@ class Rollouts:
             max_tokens=budget,
             prefix=attempt.prefix,
             on_progress=attempt.on_progress,
+            count_non_greedy=attempt.greedy,
         )
         attempt.on_generated()
         top_k = self.config.generator.top_k if temperature > 0 else None
@@ -160,6 +173,7 @@ class Rollouts:
             scores=scores,
             environment_s=self.clock() - scored_from_s,
             continued_tokens=sum(continued),
+            non_greedy_tokens=sum(each.non_greedy_tokens or 0 for each in completions) if attempt.greedy else None,
         )
 
     @cached_property

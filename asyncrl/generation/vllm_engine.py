@@ -28,7 +28,14 @@ from asyncrl.generation.prefixes import seed_of
 from asyncrl.generation.shared_memory import EngineProcesses, sweep_shared_memory
 from asyncrl.generation.vllm_adapters import Adapter, VLLMAdapters
 from asyncrl.generation.vllm_arguments import CPU, GIB, Device, engine_arguments, engine_environment
-from asyncrl.generation.vllm_sampled import Child, SampledByVLLM, check_end, sampling_parameters, until_stop
+from asyncrl.generation.vllm_sampled import (
+    Child,
+    SampledByVLLM,
+    check_end,
+    non_greedy_tokens,
+    sampling_parameters,
+    until_stop,
+)
 from asyncrl.generation.vllm_weights import VLLMWeights
 from asyncrl.metrics.vllm_counters import PromptTokens, prompt_tokens
 from asyncrl.weights.manifest import Manifest, ReadBack
@@ -168,11 +175,12 @@ class VLLMEngine:
         stop: Sequence[str] = (),
         prefix: Sequence[PartialCompletion] = (),
         on_progress: Callable[[Sampled], None] | None = None,
+        count_non_greedy: bool = False,
     ) -> list[Completion]:
         stops = [*self._stop, *stop]
         sampling: dict[str, Any] = {
             "temperature": temperature,
-            "logprobs": 0,
+            "logprobs": int(count_non_greedy),  # the number of the most probable tokens beside the sampled one
             "flat_logprobs": True,
             "stop": stops or None,
             "stop_token_ids": self._further_ends,
@@ -199,7 +207,9 @@ class VLLMEngine:
         with self._progress(children, on_progress):
             await _all_or_none(requests)
         tokens = sum(SampledByVLLM(self._llm, children).lengths)
-        return await beside_loop(lambda: [self._completion(child, stops) for child in children], tokens=tokens)
+        return await beside_loop(
+            lambda: [self._completion(child, stops, counted=count_non_greedy) for child in children], tokens=tokens
+        )
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         output = await self._request(tokens, [], max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -290,8 +300,9 @@ class VLLMEngine:
             timer.cancel()
         on_progress(sampled)
 
-    def _completion(self, child: Child, stops: Sequence[str]) -> Completion:
-        """Returns the completion of a child whose request has ended."""
+    def _completion(self, child: Child, stops: Sequence[str], *, counted: bool) -> Completion:
+        """Returns the completion of a child whose request has ended, with its `non_greedy_tokens` if they are
+        `counted`."""
 
         def decode(token_ids: Sequence[int]) -> str:
             text: str = self._llm.tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -310,6 +321,7 @@ class VLLMEngine:
             text=text,
             truncated=sample.truncated,
             supports=sample.supports,
+            non_greedy_tokens=non_greedy_tokens(child.output) if counted else None,
         )
 
     def _adapter(self) -> AbstractContextManager[Adapter | None]:

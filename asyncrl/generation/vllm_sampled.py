@@ -58,9 +58,9 @@ class Child:
     def _continued(
         self, token_ids: Sequence[int], logprobs: Any, starts: Sequence[tuple[str, int]], *, reason: str | None = None
     ) -> PartialCompletion:
-        # For each token, the flat lists have an entry of the sampled token, and then with `top_k` those of the most
-        # probable ones. With `logprobs=0` the first one is the only one.
-        each = max(1, len(logprobs.token_ids) // max(1, len(token_ids))) if self.top_k is not None else 1
+        # For each token, the flat lists have an entry of the sampled token, and then those of the most probable ones,
+        # as many as the request has asked for.
+        each = max(1, len(logprobs.token_ids) // max(1, len(token_ids)))
         if logprobs.token_ids[::each] != list(token_ids):
             raise DataError("vLLM returned log-probs of other tokens than the sampled ones", reason="logprobs")
         supports = None
@@ -179,6 +179,21 @@ def until_stop(
         return sample
     first = bisect_left(range(tokens), True, key=has_stop)
     return sample.part(0, first, finished=True)
+
+
+def non_greedy_tokens(output: Any) -> int:
+    """Returns how many tokens of an output of vLLM were not the most probable ones. Its request has asked for the
+    log-prob of at least one most probable token beside that of the sampled one. No output has no such token.
+
+    vLLM's `rank` does not tell: it also counts the tokens with exactly the log-prob of the sampled one, so it is 2 if
+    the two largest logits are equal. A greedy token has the largest logit, and equal logits have equal log-probs: vLLM
+    computes them in float32, in the same way for each token of a row. They are those of the masked logits, so filters
+    such as `top_k` do not matter.
+    """
+    if output is None or not output.token_ids:
+        return 0
+    logprobs_TK = np.array(output.logprobs.logprobs).reshape(len(output.token_ids), -1)
+    return int((logprobs_TK[:, 0] < logprobs_TK[:, 1]).sum())
 
 
 # The support of each token that vLLM samples with `generator.top_k`: the tokens among which it was sampled.

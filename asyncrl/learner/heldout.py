@@ -6,6 +6,9 @@ generates groups too, and the learner goes on. Such an evaluation is of the vers
 
 If every rollout of the first evaluation of a new run fails, training would fail in the same way. The run then ends
 with the cause. A later evaluation that fails is left out: the run has trained weights by then.
+
+With one completion of a prompt, the answers must be greedy: none of their tokens is less probable than another one at
+its place. The generator counts those that are.
 """
 
 import asyncio
@@ -23,7 +26,7 @@ from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.calls import finished, named_actor
-from asyncrl.errors import ActorGone, ActorUnreachable, FailureClass, RunError, StallError
+from asyncrl.errors import ActorGone, ActorUnreachable, FailureClass, RunError, StallError, WitnessFailed
 from asyncrl.generation.evaluation import Answer
 from asyncrl.learner.progress import replicas_in_words
 from asyncrl.learner.records import EvalRecord, RecordSink, mean_and_error, pass_at
@@ -82,6 +85,7 @@ class HeldoutEvaluation:
     _beside: asyncio.Task[None] | None = field(default=None, init=False)
     _beside_step: int | None = field(default=None, init=False)
     _gone: set[str] = field(default_factory=set, init=False)
+    _not_greedy: WitnessFailed | None = field(default=None, init=False)
     _newest: dict[str, Version] = field(default_factory=dict, init=False)
     """The weights of the last evaluation of each set."""
     _evaluated: bool = field(default=False, init=False)
@@ -106,6 +110,11 @@ class HeldoutEvaluation:
             f"step {self.reached.version} has the reward {self.reached.reward_mean:.3f} (run.stop_when.reward = "
             f"{stop.reward:g})"
         )
+
+    def check(self) -> None:
+        """Raises WitnessFailed if an evaluation was not greedy that had to be, and `witness.on_failure` is `stop`."""
+        if self._not_greedy is not None and self.config.witness.on_failure == "stop":
+            raise self._not_greedy
 
     def has_evaluated(self, version: Version) -> bool:
         """Whether there is an evaluation of the weights of `version` on each set."""
@@ -224,7 +233,9 @@ class HeldoutEvaluation:
     def _record(self, name: str, version: Version, answers: Sequence[Answer], *, due: int, may_end_run: bool) -> None:
         """Records the rewards of `version` on the set `name`, for the evaluation that was due after step `due`. Raises
         RunError if there are none and `may_end_run` is set."""
-        rewards = [answer for answer in answers if not isinstance(answer, Failure)]
+        answered = [answer for answer in answers if not isinstance(answer, Failure)]
+        rewards = [answer.of_samples for answer in answered]
+        counts = [answer.non_greedy_tokens for answer in answered if answer.non_greedy_tokens is not None]
         failures = [answer for answer in answers if isinstance(answer, Failure)]
         if failures:
             what = f"{_on(name)} of {version.words}: {len(failures)} of {len(answers)} prompts got no reward"
@@ -248,10 +259,20 @@ class HeldoutEvaluation:
             reward_stderr=error,
             samples=how.samples,
             pass_at=pass_at(rewards, pass_reward=how.pass_reward) if how.samples > 1 else {},
+            non_greedy_tokens=sum(counts) if counts else None,
         )
         for sink in self.sinks:
             sink.append_eval(record)
         self._newest[name] = version
+        if record.non_greedy_tokens:
+            self._not_greedy = WitnessFailed(
+                f"{_on(name)} of {version.words}: it is not the one that the configuration describes. The witness's "
+                f"check `greedy` found: {record.non_greedy_tokens} tokens are not the most probable ones, in "
+                f"{sum(map(bool, counts))} of {len(counts)} answers; one completion of a prompt must be greedy. "
+                "It is a bug of asyncrl or of vLLM: report it with the run's directory. `witness.on_failure` says "
+                "whether training goes on"
+            )
+            logger.error("%s", self._not_greedy)
         if mean is not None:
             self._may_stop(record, mean)
             self.metrics.heldout(name, mean)

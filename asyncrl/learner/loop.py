@@ -117,6 +117,7 @@ class LearnerLoop:
         await self._keep_weights(version)
         if self.step_end.recorder.before is None:
             await self._evaluate(version, stop)
+            self.heldout.check()
         else:  # a resumed run had its first evaluation in an earlier process
             await self.publisher.settle()
         await self.coordinator.call(Coordinator.resume, self.incarnation)
@@ -129,6 +130,7 @@ class LearnerLoop:
                     self.heldout.begin(version)
                 if snapshot is not None:
                     await self._save(snapshot)
+                self.heldout.check()
         except BaseException:
             await self.step_end.settle_after_error()
             raise
@@ -154,6 +156,7 @@ class LearnerLoop:
         stop_reason = self.heldout.stop_reason(version)
         rows = await self.step_end.outstanding(until_none=stop_reason is None and not stop.is_set())
         status = await self.coordinator.call(Coordinator.status)
+        self.heldout.check()  # not before: the last weights are those of the configuration, and are saved by now
         return self.step_end.recorder.run_totals(status, rows_outstanding=rows, stop_reason=stop_reason)
 
     # --- one step -----------------------------------------------------------------------------------------------

@@ -252,7 +252,9 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
     prompts. With several `samples` of a prompt, `pass_at` has the mean pass@k over the prompts, by k. `name` is the
     held-out set. `due` is the step after which the evaluation was due. It is null if that is `version`. While a run
     trains, a replica may have loaded newer weights by then. `asked` is the number of prompts that were evaluated; None
-    if an earlier version of asyncrl wrote the record.
+    if an earlier version of asyncrl wrote the record. `non_greedy_tokens` is the number of tokens that were not the
+    most probable ones, which must be 0 with one of `samples`; None with several, without an answer, or if an earlier
+    version wrote the record.
     """
 
     name: str = HELDOUT
@@ -266,6 +268,7 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
     reward_stderr: float | None = None
     samples: int = 1
     pass_at: dict[int, float] = {}
+    non_greedy_tokens: int | None = None
 
     @property
     def step(self) -> int:

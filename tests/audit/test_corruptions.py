@@ -237,10 +237,29 @@ async def test_an_evaluation_that_leaves_prompts_out_is_found(tmp_path: Path) ->
     of_before = msgspec.structs.replace(whole, asked=None, prompts=5)
     evals.write_bytes(msgspec.json.encode(whole) + b"\n" + msgspec.json.encode(of_before) + b"\n")
     assert ledger().verdict is Verdict.PASSED
-    assert "; 1 evaluations have an answer or a failure of each prompt" in ledger().detail
+    assert "; 1 evaluations have an answer or a failure of each prompt, 0 are greedy" in ledger().detail
     evals.write_bytes(msgspec.json.encode(msgspec.structs.replace(whole, prompts=5)) + b"\n")
     assert ledger().verdict is Verdict.FAILED
     words = "the evaluation heldout of step 0 asked 8 prompts, but it has 5 with a reward and 2 that failed"
     assert words in ledger().detail
     evals.write_bytes(b"{\n{\n")
     assert ledger().verdict is Verdict.FAILED
+
+
+@pytest.mark.asyncio
+async def test_an_evaluation_that_is_not_greedy_is_found(tmp_path: Path) -> None:
+    directory = await record(tmp_path)
+    own = EvalRecord(version=3, wall_s=1, asked=8, prompts=8, reward_mean=0.5, non_greedy_tokens=0)
+    several = msgspec.structs.replace(own, samples=4, non_greedy_tokens=None)
+    for line, verdict, words in (
+        (own, Verdict.PASSED, "; 2 evaluations have an answer or a failure of each prompt, 1 are greedy"),
+        (
+            msgspec.structs.replace(own, non_greedy_tokens=7),
+            Verdict.FAILED,
+            "the evaluation heldout of step 3 is not greedy, although it has one completion of a prompt: 7 tokens",
+        ),
+    ):
+        lines = [msgspec.json.encode(each) + b"\n" for each in (several, line)]
+        (directory / "evals.jsonl").write_bytes(b"".join(lines))
+        ledger = next(outcome for outcome in audit(directory) if outcome.name == "2 ledger")
+        assert (ledger.verdict, words in ledger.detail) == (verdict, True), ledger.detail

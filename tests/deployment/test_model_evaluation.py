@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fake_engine import FakeEngine
 from pool import LengthScorer, Tokenizer, manifest_of
@@ -18,6 +19,7 @@ from asyncrl.deployment.model_evaluation import SetResult, component_means, eval
 from asyncrl.environments.scores import Score
 from asyncrl.environments.scoring_messages import Components
 from asyncrl.errors import DataError, RunError
+from asyncrl.generation.episodes import Played
 from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.rollout import Rollouts
 from asyncrl.weights.staging import StagedWeights
@@ -70,10 +72,12 @@ async def test_the_numbers_of_a_set_are_those_of_its_answers() -> None:
 
 @pytest.mark.asyncio
 async def test_every_sample_has_its_own_seed_and_one_completion_is_greedy() -> None:
-    _, asked = await evaluated(TASKS, eval={"samples": 3})
+    result, asked = await evaluated(TASKS, eval={"samples": 3})
+    assert result.non_greedy_tokens is None
     assert sorted(asked) == [(seed, 1.0) for seed in (0, 3, 6, 9, 12, 15)]
-    _, asked = await evaluated(TASKS)
+    result, asked = await evaluated(TASKS)
     assert asked == [(None, 0.0)] * len(TASKS)
+    assert result.non_greedy_tokens == 0
 
 
 @pytest.mark.asyncio
@@ -113,6 +117,20 @@ def test_a_result_of_greedy_completions_in_words() -> None:
         "heldout: reward 0.250 (1 prompts, 1 greedy completion each)",
         "  pass@1 0.000  (a completion passes with a reward of at least 0.5)",
     ]
+    *_, last = result_lines(msgspec.structs.replace(result, non_greedy_tokens=3))
+    assert last.startswith("  not greedy: 3 tokens are not the most probable ones")
+
+
+@pytest.mark.asyncio
+async def test_a_sampled_completion_is_found_if_it_must_be_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Rollouts._played
+
+    async def sampled(*arguments: Any, temperature: float, **options: Any) -> Played:
+        return await played(*arguments, temperature=1.0, **options)
+
+    monkeypatch.setattr(Rollouts, "_played", sampled)
+    result, _ = await evaluated(TASKS[:5])
+    assert (result.non_greedy_tokens or 0) > 0
 
 
 def folder_of_model(path: Path) -> Path:

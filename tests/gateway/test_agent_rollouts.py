@@ -31,7 +31,8 @@ END_ID = TOKENIZER.convert_tokens_to_ids(END)
 
 
 class Engine:
-    """Answers the n-th call with `n`, under version n. Records the prompts and the seeds."""
+    """Answers the n-th call with `n`, under version n. Records the prompts and the seeds. Its n-th answer has n tokens
+    that are not the most probable ones."""
 
     def __init__(self) -> None:
         self.prompts: list[list[int]] = []
@@ -49,6 +50,7 @@ class Engine:
         stop: Sequence[str] = (),
         prefix: Sequence[PartialCompletion] = (),
         on_progress: Callable[[Sampled], None] | None = None,
+        count_non_greedy: bool = False,
     ) -> list[Completion]:
         del temperature, max_tokens, stop, prefix, on_progress
         assert n == 1
@@ -63,9 +65,10 @@ class Engine:
         versions = [Version(1, number)] * count
         return [
             Completion(
-                token_ids=token_ids, logprobs=[-0.5] * count, versions=versions, text=f"{number}", truncated=False
+                token_ids=token_ids, logprobs=[-0.5] * count, versions=versions, text=f"{number}", truncated=False,
+                non_greedy_tokens=number if count_non_greedy else None,
             )
-        ]
+        ]  # fmt: skip
 
 
 class Setup:
@@ -248,3 +251,4 @@ async def test_held_out_questions_are_answered_by_agents_too() -> None:
         )
     assert (answer.reward, answer.components) == (3.0, {"turns": 2.0, "length": 1.0})
     assert setup.engine.seeds == [None, None]
+    assert answer.non_greedy_tokens == 1 + 2, "those of all turns"

@@ -57,6 +57,21 @@ async def greedy_answers_repeat(engine: InferenceEngine, load: Load) -> None:
     assert first == second
 
 
+async def only_sampled_answers_have_tokens_that_are_not_the_most_probable_ones(
+    engine: InferenceEngine, load: Load
+) -> None:
+    await load(5)
+    both = [engine.generate(PROMPT, n=1, seed=None, temperature=0.0, max_tokens=MAX_TOKENS, count_non_greedy=True)]
+    both += [engine.generate(PROMPT, n=4, seed=8, temperature=1.0, max_tokens=MAX_TOKENS, count_non_greedy=True)]
+    greedy, sampled = await asyncio.gather(*both)  # in the same decoding steps
+    assert [each.non_greedy_tokens for each in greedy] == [0]
+    assert any(each.non_greedy_tokens for each in sampled)
+    assert all((each.non_greedy_tokens or 0) <= len(each.token_ids) for each in sampled)
+    [uncounted] = await sample(engine, n=1, seed=None, temperature=0.0)
+    assert (uncounted.non_greedy_tokens, uncounted.token_ids) == (None, greedy[0].token_ids)
+    assert uncounted.logprobs == greedy[0].logprobs
+
+
 async def truncated_says_that_the_length_limit_ended_it(engine: InferenceEngine, load: Load) -> None:
     await load(6)
     completions = [c for seed in range(0, 64, 8) for c in await sample(engine, n=8, seed=seed)]
@@ -209,6 +224,7 @@ CONTRACT = [
     every_token_has_a_log_prob_and_the_version_that_sampled_it,
     child_i_samples_with_seed_plus_i,
     greedy_answers_repeat,
+    only_sampled_answers_have_tokens_that_are_not_the_most_probable_ones,
     truncated_says_that_the_length_limit_ended_it,
     a_stop_text_ends_a_completion_with_its_tokens,
     progress_counts_the_tokens_of_all_completions,

@@ -1,7 +1,8 @@
 """An inference engine without a model, for tests of the code around an engine. It passes `engine_contract.py` as vLLM
 does.
 
-A token is a function of the seed, the prefix and the weights' version. Generation waits at `gate` before every token,
+A token is a function of the seed, the prefix and the weights' version. Only those at temperature 0 count as the most
+probable ones. Generation waits at `gate` before every token,
 so that a test can act in the middle of a sequence. `score` returns values of `log_prob_of`, and so the probe compares
 them.
 """
@@ -77,6 +78,7 @@ class FakeEngine:
         stop: Sequence[str] = (),
         prefix: Sequence[PartialCompletion] = (),
         on_progress: Callable[[Sampled], None] | None = None,
+        count_non_greedy: bool = False,
     ) -> list[Completion]:
         self.prefixes += [sample.token_ids for sample in prefix]
         self.prompts.append(list(prompt_ids))
@@ -94,7 +96,13 @@ class FakeEngine:
             )
             for child, sample in enumerate(begun)
         ]
-        return list(await asyncio.gather(*samples))
+        completions = await asyncio.gather(*samples)
+        if not count_non_greedy:
+            return list(completions)
+        return [
+            dataclasses.replace(each, non_greedy_tokens=0 if temperature == 0.0 else len(each.token_ids))
+            for each in completions
+        ]
 
     async def _sample(
         self,

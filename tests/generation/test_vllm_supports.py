@@ -144,6 +144,6 @@ async def test_a_greedy_answer_has_no_support() -> None:
     assert sampled.supports is not None
     assert sampled.supports.shape == (2, 3)
     [greedy] = await engine.generate([1], n=1, seed=None, temperature=0.0, max_tokens=2)
-    assert engine.asked["logprobs"] == 0
+    assert engine.asked["logprobs"] == 0, "an answer that is not counted costs no further log-prob"
     assert "top_k" not in engine.asked
     assert greedy.supports is None

@@ -155,3 +155,5 @@ def test_each_evaluation_has_all_sets_and_agents_answer_held_out_questions_too(r
     assert (evaluations[0].version, evaluations[-1].version) == (0, STEPS)
     for evaluation in evaluations:
         assert (evaluation.prompts, evaluation.samples, evaluation.pass_at.keys()) == (8, 2, {1, 2})
+    assert {each.non_greedy_tokens for each in exact} == {0}, "one completion is greedy"
+    assert {each.non_greedy_tokens for each in evaluations} == {None}

@@ -33,6 +33,7 @@ from asyncrl.data_plane.sample_ids import group_of, samples_of
 from asyncrl.errors import ActorGone, CheckpointError, FailureClass
 from asyncrl.generation.episodes import episode_rows, single_turn, version_spans
 from asyncrl.generation.evaluation import Answer as HeldoutAnswer
+from asyncrl.generation.evaluation import Rewards
 from asyncrl.generation.interfaces import Completion
 from asyncrl.learner.audit_records import Record
 from asyncrl.learner.heldout import HeldoutEvaluation
@@ -472,7 +473,7 @@ class Scene:
             raise ActorGone(f"replica {actor} has ended")
         assert actor in ("a", "b")
         self.asked.append((self.loaded, len(tasks)))
-        return self.loaded, [(0.25,)] * len(tasks)
+        return self.loaded, [Rewards((0.25,), 0)] * len(tasks)
 
     async def generate(self, wait_s: float) -> None:
         """Commits one group for each ticket that the buffer grants."""

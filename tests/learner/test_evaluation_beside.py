@@ -10,7 +10,7 @@ from asyncrl.buffer.records import Failure
 from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
 from asyncrl.errors import ActorGone, FailureClass
-from asyncrl.generation.evaluation import Answer
+from asyncrl.generation.evaluation import Answer, Rewards
 
 
 async def loads(scene: Scene, version: Version) -> None:
@@ -53,7 +53,7 @@ async def test_training_goes_on_during_an_evaluation_and_the_next_one_is_left_ou
         asked.append(version)
         if share < 1.0:
             await may_end.wait()
-        return version, [(0.5,)] * len(tasks)
+        return version, [Rewards((0.5,))] * len(tasks)
 
     scene.evaluate = slow  # type: ignore[method-assign]
     train = scene.trainer.train_from_meta
@@ -120,7 +120,7 @@ async def test_several_samples_have_a_pass_rate() -> None:
     async def evaluate(
         actor: str, tasks: Sequence[Task], *, name: str, share: float = 1.0
     ) -> tuple[Version | None, list[Answer]]:
-        return Version(1, 0), [(0.5, 0.0), (0.0, 0.0)]
+        return Version(1, 0), [Rewards((0.5, 0.0)), Rewards((0.0, 0.0))]
 
     scene.evaluate = evaluate  # type: ignore[method-assign]
     await scene.heldout.evaluate_beside(Version(1, 0))
@@ -138,7 +138,7 @@ def improves(scene: Scene, *, reward_at: dict[int, float]) -> None:
         version = scene.loaded
         assert version is not None
         reward = next(reward for step, reward in sorted(reward_at.items(), reverse=True) if step <= version.step)
-        return version, [(reward,)] * len(tasks)
+        return version, [Rewards((reward,))] * len(tasks)
 
     scene.evaluate = evaluate  # type: ignore[method-assign]
 
@@ -190,7 +190,7 @@ async def test_the_step_of_the_evaluation_that_runs_is_known_while_it_runs() -> 
         actor: str, tasks: Sequence[Task], *, name: str, share: float = 1.0
     ) -> tuple[Version | None, list[Answer]]:
         await may_end.wait()
-        return Version(1, 2), [(0.5,)] * len(tasks)
+        return Version(1, 2), [Rewards((0.5,))] * len(tasks)
 
     scene.evaluate = slow  # type: ignore[method-assign]
     assert scene.heldout.running_step is None

@@ -10,8 +10,8 @@ from learner_scenes import Scene
 from asyncrl.buffer.records import Failure
 from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
-from asyncrl.errors import ActorUnreachable, CallTimeout, FailureClass, RunError, StallError
-from asyncrl.generation.evaluation import Answer
+from asyncrl.errors import ActorUnreachable, CallTimeout, FailureClass, RunError, StallError, WitnessFailed
+from asyncrl.generation.evaluation import Answer, Rewards
 from asyncrl.learner.heldout import EVALUATIONS
 from asyncrl.learner.records import EvalRecord, best_first
 
@@ -89,7 +89,7 @@ async def test_an_evaluation_is_repeated_on_another_replica_than_the_one_that_fa
         asked.append(actor)
         if len(asked) == 2:
             raise ActorUnreachable("the replica cannot be reached at the moment")
-        return Version(1, 0), [ENGINE if actor == "a" else (1.0,)]
+        return Version(1, 0), [ENGINE if actor == "a" else Rewards((1.0,))]
 
     scene.evaluate = evaluate  # type: ignore[method-assign]
     await scene.heldout.evaluate(Version(1, 0), actor="a")
@@ -120,7 +120,7 @@ async def scene_with(*answers: list[float | Failure]) -> Scene:
     await scene.deliver(Version(1, 0))
 
     async def evaluate(actor: str, tasks: Sequence[Task], *, name: str) -> tuple[Version | None, list[Answer]]:
-        return Version(1, 0), [each if isinstance(each, Failure) else (each,) for each in left.pop(0)]
+        return Version(1, 0), [each if isinstance(each, Failure) else Rewards((each,)) for each in left.pop(0)]
 
     scene.evaluate = evaluate  # type: ignore[method-assign]
     return scene
@@ -233,7 +233,7 @@ async def test_every_set_is_evaluated_each_time_as_it_says() -> None:
         actor: str, tasks: Sequence[Task], *, name: str, share: float = 1.0
     ) -> tuple[Version | None, list[Answer]]:
         asked.append((name, len(tasks), share))
-        return scene.loaded, [(0.5, 0.0) if name == "sums" else (0.25,) for _ in tasks]
+        return scene.loaded, [Rewards((0.5, 0.0) if name == "sums" else (0.25,)) for _ in tasks]
 
     scene.evaluate = evaluate  # type: ignore[method-assign]
     await scene.run()
@@ -263,7 +263,7 @@ async def test_a_set_that_fails_is_named_and_the_others_are_evaluated(caplog: py
     ) -> tuple[Version | None, list[Answer]]:
         if name == "heldout":
             raise CallTimeout("it took longer than 120 s")
-        return Version(1, 2), [FAILURE, *[(1.0,)] * (len(tasks) - 1)]
+        return Version(1, 2), [FAILURE, *[Rewards((1.0,))] * (len(tasks) - 1)]
 
     scene.evaluate = evaluate  # type: ignore[method-assign]
     await scene.heldout.evaluate_beside(Version(1, 2))
@@ -301,7 +301,7 @@ async def test_the_reward_of_another_set_does_not_end_the_run() -> None:
     async def evaluate(
         actor: str, tasks: Sequence[Task], *, name: str, share: float = 1.0
     ) -> tuple[Version | None, list[Answer]]:
-        return scene.loaded, [(0.25 if name == "sums" else 1.0,)] * len(tasks)
+        return scene.loaded, [Rewards((0.25 if name == "sums" else 1.0,))] * len(tasks)
 
     scene.evaluate = evaluate  # type: ignore[method-assign]
     totals = await scene.run()
@@ -316,13 +316,71 @@ async def test_an_evaluation_beside_training_whose_engine_failed_is_left_out(cap
 
     async def evaluate(actor: str, tasks: Sequence[Task], **_: object) -> tuple[Version | None, list[Answer]]:
         lost = msgspec.structs.replace(FAILURE, failure_class=FailureClass.INFRA)
-        return Version(1, 2), [(1.0,), *[lost] * (len(tasks) - 1)]
+        return Version(1, 2), [Rewards((1.0,)), *[lost] * (len(tasks) - 1)]
 
     scene.evaluate = evaluate  # type: ignore[assignment]
     await scene.heldout.evaluate_beside(Version(1, 2))
     assert not scene.log.evals
     assert scene.heldout.reached is None
     assert "rollouts failed" in caplog.text
+
+
+def answers_with(scene: Scene, *non_greedy_tokens: int | None) -> None:
+    """Makes the answers of each evaluation have these numbers of tokens that are not the most probable ones."""
+
+    async def evaluate(
+        actor: str, tasks: Sequence[Task], *, name: str, share: float = 1.0
+    ) -> tuple[Version | None, list[Answer]]:
+        return scene.loaded, [Rewards((0.5,), count) for count in non_greedy_tokens]
+
+    scene.evaluate = evaluate  # type: ignore[method-assign]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("counts", "recorded"), [((0, 0, 0, 0), 0), ((None, None, None, None), None)])
+async def test_greedy_answers_and_those_that_were_sampled_on_purpose_are_no_finding(
+    counts: tuple[int | None, ...], recorded: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = Scene(witness={"on_failure": "stop"})
+    answers_with(scene, *counts)
+    await scene.run()
+    assert [record.non_greedy_tokens for record in scene.log.evals] == [recorded] * 2
+    assert not [entry for entry in caplog.records if entry.levelno >= logging.ERROR]
+
+
+@pytest.mark.asyncio
+async def test_an_evaluation_that_must_be_greedy_and_is_not_is_an_error_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scene = Scene()
+    answers_with(scene, 2, 0, 3, 0)
+    await scene.run()
+    assert [record.non_greedy_tokens for record in scene.log.evals] == [5, 5], "the run goes on"
+    first, _ = [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.ERROR]
+    assert first.startswith(
+        "held-out evaluation of step 0: it is not the one that the configuration describes. The witness's check "
+        "`greedy` found: 5 tokens are not the most probable ones, in 2 of 4 answers;"
+    )
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("at", "trained"), [(0, 0), (2, 2), (4, 4)])
+async def test_it_ends_the_run_if_that_is_wanted_and_the_last_weights_are_saved(at: int, trained: int) -> None:
+    scene = Scene(witness={"on_failure": "stop"}, eval={"every_steps": 2}, learner={"total_steps": 4})
+    evaluate = scene.evaluate
+
+    async def sampled_once(
+        actor: str, tasks: Sequence[Task], *, name: str, share: float = 1.0
+    ) -> tuple[Version | None, list[Answer]]:
+        version, answers = await evaluate(actor, tasks, name=name, share=share)
+        assert version is not None
+        return version, [Rewards((0.5,), 1)] * len(tasks) if version.step == at else answers
+
+    scene.evaluate = sampled_once  # type: ignore[method-assign]
+    with pytest.raises(WitnessFailed, match=rf"evaluation of step {at}: .* found: 4 tokens are not the most probable"):
+        await scene.run()
+    assert trained <= len(scene.log.steps) <= trained + (at == 2), "a step may have begun beside the evaluation"
+    assert scene.trainer.saved == (["step-4"] if at == 4 else [])
 
 
 @pytest.mark.parametrize(("failed", "covers"), [(0, True), (1, True), (2, False)])
