@@ -15,7 +15,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist=loadfile
 # Containers often set this variable. Each process would then compile all of asyncrl and of the tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install train test unit check docs wheel images version constraints mutations processors campaign bench
+.PHONY: help install train test durations unit check docs wheel images version constraints mutations processors campaign bench
 .DEFAULT_GOAL := help
 
 help: ## prints this list
@@ -31,6 +31,10 @@ train: $(TO_TRAIN) ## installs asyncrl into .venv, and trains the quickstart on 
 # ones into the middle, so that both workers have work until the end.
 test: $(STAMP) ## runs the whole test suite: 17 minutes on two fast CPU cores
 	$(PYTEST) --numprocesses=2 --no-loadscope-reorder -m "not campaign" $(ARGS)
+
+durations: ## runs the whole test suite, and writes the seconds of each file to tests/durations.csv
+	$(MAKE) test ARGS="--junitxml=.venv/results.xml"
+	$(BIN)/python tests/run_durations.py .venv/results.xml
 
 unit: $(LIGHT) ## runs the tests that start no real process and train nothing: 4 minutes on 2 CPU cores
 	$(PYTEST) --numprocesses=2 --hypothesis-profile=quick -m "not integration and not slow and not campaign" $(ARGS)

@@ -1,7 +1,6 @@
 """Writes how many seconds each test file takes, from the results of a whole run of the suite.
 
-    make test ARGS="--junitxml=/tmp/results.xml"
-    python tests/run_durations.py /tmp/results.xml
+    make durations
 
 `durations.csv` has a line for each file that takes at least a second, the longest first: its seconds, the number of its
 tests, and its slowest test. Seconds are those of the tests with their fixtures; a fixture that several tests share
