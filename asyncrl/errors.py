@@ -168,8 +168,8 @@ class ActorUnreachable(CallTimeout):
 
 
 class RowsLost(ActorGone):
-    """Rows are lost because the process that stored them has ended, or they cannot be reached. `sample_ids` holds the
-    ids of the lost rows."""
+    """Rows are lost, because the process that stored them has ended or cannot be reached. `sample_ids` holds the ids of
+    the lost rows."""
 
     def __init__(self, message: str, *, sample_ids: Sequence[str]) -> None:
         super().__init__(message)

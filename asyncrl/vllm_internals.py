@@ -315,7 +315,7 @@ def installed() -> Path | None:
     """Returns the folder with the source of the installed vLLM, without importing it; None if there is none."""
     try:
         spec = find_spec("vllm")
-    except ValueError:  # another module stands for vLLM
+    except ValueError:  # a module without a spec, such as a test's, has the name vllm
         return None
     folders = (spec.submodule_search_locations if spec is not None else None) or ()
     return next((Path(folder) for folder in folders if (Path(folder) / "__init__.py").is_file()), None)

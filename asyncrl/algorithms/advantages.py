@@ -317,8 +317,8 @@ def varied(estimator: Estimator | None, samples: Samples) -> torch.Tensor:
     """Returns True for samples whose group has unequal rewards, bool [N].
 
     For a built-in estimator these are the rewards that it compares, for example after a length penalty (see
-    `OutcomeEstimator.varied`). For any other estimator they are the rewards in `samples`. None stands for a critic,
-    which does not compare the samples of a group: it returns True for all.
+    `OutcomeEstimator.varied`). For any other estimator they are the rewards in `samples`. `estimator` is None for a
+    critic, which does not compare the samples of a group: then the result is True for all.
     """
     if estimator is None:
         return torch.ones_like(samples.group_ids_N, dtype=torch.bool)

@@ -97,7 +97,8 @@ class Outcome(Whitening, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def compares_a_group(self) -> bool:
-        """True if a sample that is alone in its group gets an advantage of 0."""
+        """True if advantages compare the samples of a group, so that a sample alone in its group has an advantage of
+        0."""
         return self.baseline in GROUP_BASELINES and self.single == "zero"
 
     @property

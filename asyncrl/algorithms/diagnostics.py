@@ -1,6 +1,6 @@
-"""Measures how far the training data is from the policy that is trained. The measures are sums over tokens. Those with
-`max` in their names are maxima. `MetricSums` combines micro-batches and ranks: it adds sums, and takes the maximum of
-maxima.
+"""Measures how far the training data is from the policy that is trained. The measures are sums over tokens, except for
+the measures with `max` in their names, which are maxima. `MetricSums` combines micro-batches and ranks: it adds sums,
+and takes the maximum of maxima.
 
 They work for every objective. Legend: B rows, T next tokens. beh: the sampler's log-probs. prox: log-probs under the
 weights at the start of the step. ρ = e^(prox − beh). ρ is not truncated here: with a truncated ρ, the effective share

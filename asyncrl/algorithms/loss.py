@@ -43,7 +43,7 @@ SOURCE_COLUMNS: Mapping[str, str] = {
 
 
 def _divisor(count: torch.Tensor) -> torch.Tensor:
-    """Returns the count, or 1 if it is 0, because there is then nothing to sum (F24)."""
+    """Returns the count, or 1 if it is 0, so that a sum of no tokens divided by it is 0 and not NaN (F24)."""
     return torch.where(count > 0, count, 1)
 
 
@@ -279,7 +279,7 @@ def build_loss(config: Config) -> LossFunction:
     loss = load_loss(str(section.loss))
     if config.has_supports and input_type_of(loss) != LossInputType.LOGPROB:
         raise ConfigError(
-            f"generator.top_k = {config.generator.top_k}: tokens are sampled among the tokens of their supports only, "
+            f"generator.top_k = {config.generator.top_k}: each token is sampled among the most probable tokens only, "
             f"but the loss {section.loss!r} reads the logits of all tokens. Use a loss with the input_type "
             f"{LossInputType.LOGPROB.value}, or remove generator.top_k"
         )

@@ -100,7 +100,7 @@ def _of_samples(tolerance_nats: float, *, most_groups: int) -> list[Comparison]:
         Comparison(
             check="counts",
             compares="numbers of samples and of tokens that the step trained, by its record and the kept masks, with "
-            "those that its filters leave",
+            "those that its filters keep",
             things="tokens",
             unit="samples or tokens",
             limit=0.0,

@@ -45,7 +45,8 @@ class TrainedRow:
 
 
 def trained_rows(step: TrainedStep, lease: Lease, rows: BatchedDataDict, kept: Sequence[bool]) -> dict[int, TrainedRow]:
-    """Returns the rows of a step that its filters leave, by their numbers."""
+    """Returns the rows that the step trained. The key is the row's index in the batch `rows`. `kept` says for each row
+    whether the filters of `algorithm` keep it."""
     found: dict[int, TrainedRow] = {}
     completions = completions_of(lease)
     groups = [(group, place) for group in lease.groups for place in range(len(group.meta.rewards))]

@@ -252,7 +252,7 @@ class _Witness:
         apart = max(sum(a != b for a, b in zip(kept, own, strict=True)) for own in (recorded, masks))
         apart = max(apart, abs(tokens - sum(step.token_staleness)))
         where = (
-            f"step {step.step} trained {sum(step.token_staleness)} tokens by its record, and its filters leave "
+            f"step {step.step} trained {sum(step.token_staleness)} tokens by its record, and its filters keep "
             f"{tokens}; the samples are {', '.join(f'{count} {how}' for how, count in samples.items())}"
         )
         self._compare("counts", tokens, float(apart), where)

@@ -7,12 +7,12 @@
 A stale replica may also become suspect. Any replica in use may be quarantined. A replica that was quarantined for
 silence becomes stale or healthy at its next heartbeat.
 
-A replica keeps its name, and has one process after another: its actors. Only its newest actor is heard. These events
-change the state:
+A replica keeps its name, and has one process after another: its actors. Only the calls of its newest actor count. These
+events change the state:
 
 - A heartbeat: without weights the replica is `stale`, with weights `healthy`.
 - No heartbeat for half of the timeout: `suspect`. Its deployment asks the process. After the whole timeout the replica
-  is `quarantined`, until it is heard again.
+  is `quarantined`, until it sends a heartbeat again.
 - INFRA failures in a row: from the second one on, the replica gets no tickets for a while, twice as long each time.
   After `generator.max_infra_failures` it is `quarantined`.
 - Its engine or its process has died, or its engine is stuck: `quarantined`.
@@ -42,7 +42,7 @@ replica repeats it."""
 FORGET_TIMEOUTS = 4
 """Number of timeouts after which a silent replica is forgotten, because its deployment may have ended too."""
 FORGET_S = 3600.0
-"""Time after which any other replica is forgotten that is not heard any more, seconds."""
+"""Time without a heartbeat after which any other replica is forgotten, seconds."""
 NO_HEARTBEAT = -1
 NO_STEP = -1
 GONE = 10_000
@@ -54,7 +54,7 @@ class ReplicaState(StrEnum):
 
     STALE: it has no whole version of the weights. HEALTHY: it may get tickets. SUSPECT: it has sent no heartbeat for
     half of the timeout. QUARANTINED: it gets no tickets. RESTARTING: its deployment ends it and starts it again. A
-    replica that does not come back has no state.
+    replica that its deployment does not start again has no state.
     """
 
     STALE = "stale"
@@ -147,7 +147,7 @@ class Life:
 
     @property
     def may_be_used(self) -> bool:
-        """False for a replica that may get no tickets before it is heard again or started again."""
+        """False for a replica that gets no tickets until it sends a heartbeat again or is started again."""
         return self.state not in (ReplicaState.QUARANTINED, ReplicaState.RESTARTING)
 
     def committed(self) -> None:
@@ -174,7 +174,7 @@ class Fleet:
         self.restarts: Counter[Cause] = Counter()
 
     def life(self, replica: str) -> Life | None:
-        """Returns the life of a replica with its present state; None if it is not known, or has left for good."""
+        """Returns the life of a replica with its present state; None if the replica is not known or was given up."""
         life = self._lives.get(replica)
         if life is None:
             return None
@@ -184,7 +184,7 @@ class Fleet:
         return life
 
     def lives(self) -> Mapping[str, Life]:
-        """Returns the life of each replica that has not left for good, in the order of their first heartbeats."""
+        """Returns the life of each replica that was not given up, in the order of their first heartbeats."""
         return {name: life for name in self._lives if (life := self.life(name)) is not None}
 
     def life_of(self, actor: str) -> Life | None:
@@ -193,13 +193,15 @@ class Fleet:
         return life if life is not None and life.actor == actor else None
 
     def may_be_used(self, actor: str) -> bool:
-        """Returns whether an actor that was heard before is still the newest one of its replica, and not
+        """Returns whether an actor has sent a heartbeat, is still the newest actor of its replica, and is not
         quarantined."""
         life = self.life_of(actor)
         return life is not None and life.may_be_used
 
     def is_heard(self, actor: str) -> bool:
-        """Returns whether the calls of an actor count: it is the newest one of its replica, and may come back."""
+        """Returns whether the calls of an actor count: no newer actor of its replica has called, the replica was not
+        given up, and the actor is not being ended. An actor that is quarantined because its heartbeats stopped still
+        counts."""
         replica, life = replica_of(actor), self._lives.get(replica_of(actor))
         if replica in self._retired:
             return False
@@ -209,8 +211,8 @@ class Fleet:
         return actor == life.actor and not quarantined and life.state is not ReplicaState.RESTARTING
 
     def heartbeat(self, actor: str, *, has_weights: bool) -> Life | None:
-        """Records a heartbeat. Returns the life of the replica; None if the actor is not heard any more: it must
-        end."""
+        """Records a heartbeat. Returns the life of the replica; None if the calls of the actor do not count any more
+        (`is_heard`): then the actor must end."""
         if not self.is_heard(actor):
             return None
         life = self._lives.get(replica_of(actor))
@@ -237,8 +239,8 @@ class Fleet:
         return False
 
     def quarantine(self, actor: str, cause: Cause, reason: str) -> bool:
-        """Quarantines an actor. Returns False if it is not the newest one of its replica, or is quarantined already
-        and does not come back."""
+        """Quarantines an actor. Returns False, and changes nothing, if the actor is not the newest one of its replica,
+        if its replica is being restarted, or if it is quarantined already for another cause than NO_HEARTBEATS."""
         life = self.life_of(actor)
         if life is None or life.state is ReplicaState.RESTARTING:
             return False
@@ -281,12 +283,13 @@ class Fleet:
             self.restarts[life.cause or cause] += 1
 
     def retire(self, replica: str) -> None:
-        """Forgets a replica that does not come back. Its actors are not heard any more."""
+        """Forgets a replica that its deployment does not start again. The calls of its actors do not count any more."""
         self._lives.pop(replica, None)
         _remember(self._retired, replica)
 
     def refusal(self, actor: str) -> Refusal | None:
-        """Returns why an actor gets no tickets now; None if it may get some. An actor that was never heard may."""
+        """Returns why an actor gets no tickets now; None if it may get some. An actor that has not called before
+        may."""
         if not self.is_heard(actor):
             return Refusal.QUARANTINED
         life = self.life(replica_of(actor))
@@ -300,7 +303,7 @@ class Fleet:
         return bool(ended)
 
     def has_other_than(self, actors: Collection[str]) -> bool:
-        """Returns whether a healthy replica is none of those of `actors`."""
+        """Returns whether there is a healthy replica to which none of `actors` belongs."""
         tried = {replica_of(actor) for actor in actors}
         return any(
             life.state is ReplicaState.HEALTHY and not self._backs_off(life.actor)

@@ -251,7 +251,8 @@ class KeptRows:
             self._unneeded.append(slot.ticket.key)
 
     def filter(self, slot: Slot, meta: GroupMeta) -> None:
-        """Counts what a filtered attempt took from the prefix of its ticket. What is stored is cleared."""
+        """Counts the tokens that a filtered attempt took from the prefix of its ticket, and clears the stored tokens of
+        the group."""
         self._count_continued(slot, meta)
         self.clear(slot)
 
@@ -290,7 +291,7 @@ class KeptRows:
             self._ledger.count(Event.PREFIX_CONTINUED)
             self._ledger.count(Event.TOKENS_CONTINUED, meta.continued_tokens)
         if slot.prefix is not None:
-            # An agent may not have used all stored answers. What its attempt stored has the unused ones too.
+            # An agent may not have used all stored answers. The prefix that its attempt stored has the unused ones too.
             own = slot.prefix.attempt == slot.ticket.attempt
             stored = slot.prefix.continued_tokens if own else slot.prefix.tokens
             self._count_dropped(stored - meta.continued_tokens)
@@ -403,7 +404,10 @@ class Groups:
     def next_attempt(
         self, ticket: Ticket, *, issued: bool, failed: bool = False, prefix: Prefix | None = None
     ) -> WaitingPrompt:
-        """Returns the prompt of a ticket that has ended, for its next attempt, which begins with `prefix`."""
+        """Makes the entry with which the prompt of an ended ticket waits for its next attempt, and counts a retry. The
+        caller adds the entry to the front with `wait`. `issued` says whether the ledger already counts the group as
+        reserved. With `failed`, the ticket's actor joins those on which an attempt at the group has failed. The next
+        attempt continues the tokens of `prefix`."""
         self.ledger.count(Event.RETRY)
         return WaitingPrompt(
             group=ticket.group,
@@ -620,8 +624,8 @@ class Groups:
         return True
 
     def restart(self, slot: Slot) -> None:
-        """Ends an attempt at a reserved group that is not the last one. The next attempt begins anew: what is stored of
-        the group is as old as the attempt that is in the way."""
+        """Ends an attempt at a reserved group that is not the last one. The next attempt begins without a prefix,
+        because the stored tokens are as old as this attempt, which is too old."""
         if slot.prefix is not None:
             self.kept.drop(slot.prefix)
         self._count_thrown_away(slot.sampled_tokens - slot.stored_tokens)
@@ -631,7 +635,8 @@ class Groups:
 
     def interrupt(self, slot: Slot, meta: GroupMeta, *, lineage: Lineage) -> None:
         """Ends an attempt at a reserved group that has a token of a dead version of `lineage`. The prompt goes to the
-        front, and the attempt does not count. What is stored up to the first dead token stays."""
+        front, and the attempt does not count against `buffer.max_attempts`. The stored tokens up to the first dead one
+        stay."""
         if meta.stored is not None:
             self.kept.store(slot, meta.stored)
         self._count_thrown_away(meta.generated_tokens - slot.stored_tokens)
@@ -793,7 +798,7 @@ class Groups:
 
     def ledger_entry(self, *, of_ack: bool) -> LedgerEntry:
         """Returns the ledger's entry of this moment. `of_ack` begins a new list of ended groups; otherwise the open
-        groups are counted one by one. Takes O(slots), because the entry has the numbers of all open groups."""
+        groups are counted one by one. Takes O(slots), because the entry lists all open groups."""
         account = self.account() if of_ack else self.recount()
         entry = LedgerEntry(
             prompts=self.issued,

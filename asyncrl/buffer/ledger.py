@@ -47,14 +47,15 @@ OPEN_FATES = frozenset({Fate.RESERVED, Fate.READY, Fate.LEASED})
 
 
 class Event(StrEnum):
-    """Events that are counted but are not fates of groups. A refused call changed nothing.
+    """Events that are counted but are not fates of groups. Some count calls that the buffer refused: such a call has
+    changed nothing but this count.
 
-    FILTER_LIMIT: a group with equal rewards was kept, because enough were filtered before this step. PREFIX_CONTINUED:
-    a group was committed whose attempt began with the stored tokens of an earlier one. PREFIX_DROPPED: stored tokens of
-    an attempt were not continued by a later one. TOKENS_CONTINUED and TOKENS_DROPPED count the tokens of these
-    prefixes. TOKENS_THROWN_AWAY counts tokens that an attempt without a commit had sampled, as its replica reported
-    them, and that are not stored for the next attempt: of stragglers that begin again, of failed rollouts, of lost
-    replicas.
+    FILTER_LIMIT: a group with equal rewards was not filtered, because the most that may be filtered for one step
+    already were. PREFIX_CONTINUED: a group was committed whose attempt began with the stored tokens of an earlier one.
+    PREFIX_DROPPED: stored tokens of an attempt were not continued by a later one. TOKENS_CONTINUED and TOKENS_DROPPED
+    count the tokens of these prefixes. TOKENS_THROWN_AWAY counts sampled tokens that are lost because their attempt
+    ended without a commit, and that are not stored for the next attempt. Such an attempt is a straggler that begins
+    again, a failed rollout, or a rollout on a lost replica. Its replica has reported the number.
     """
 
     ATTEMPT = "attempt"

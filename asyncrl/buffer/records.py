@@ -138,10 +138,10 @@ class HeldReport(msgspec.Struct, frozen=True, kw_only=True):
 class Renewal(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a heartbeat.
 
-    `ended` are the named tickets that have ended without a commit. No commit of them can be accepted, so the actor
-    need not generate them any longer. With `report_all`, the next heartbeat must be complete: the buffer has ended a
-    ticket of the actor, or does not know which tickets the actor holds. With `must_end`, the actor is quarantined or
-    was replaced: all of its tickets have ended, and it does not come back.
+    `ended` are the named tickets that have ended without a commit. No commit of them can be accepted, so the actor need
+    not generate them any longer. With `report_all`, the next heartbeat must be complete: the buffer has ended a ticket
+    of the actor, or does not know which tickets the actor holds. With `must_end`, the actor must end, because it is
+    quarantined or was replaced. All of its tickets have ended, and it gets no more.
     """
 
     ended: tuple[str, ...] = ()

@@ -4,8 +4,8 @@ A snapshot has the metadata only; the rows of ready groups are saved beside it. 
 because the buffer is a state machine without threads. It holds no lease: a leased group counts as ready, since its step
 has not been trained.
 
-If the buffer died, all of its groups come from the snapshot. If only the learner died, the groups of the buffer went on
-after the snapshot. Those that a surviving version made then stay, and the others are generated again.
+If the buffer died, all of its groups come from the snapshot. If only the learner died, the buffer has changed since the
+snapshot. Groups that a surviving version has generated since then stay, and the others are generated again.
 """
 
 from collections.abc import Iterable, Mapping

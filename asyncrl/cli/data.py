@@ -251,8 +251,8 @@ def _tokens(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def _model(config: Config, folder: Path) -> str:
-    """Returns the path of the model's tokenizer. That of a tiny model is made in `folder`: a model that is built
-    already must keep its weights, even if it would be built again for this configuration."""
+    """Returns the path of the model's tokenizer. The tokenizer of a tiny model is made in `folder`: a model that is
+    built already must keep its weights, even if it would be built again for this configuration."""
     path = Path(config.model.path)
     if config.model.tiny is None or (path.exists() and not is_tiny(path)):
         return config.model.path

@@ -8,10 +8,10 @@ from asyncrl.errors import ClusterElsewhere, RunError
 def down(run: RunningRun, address: RunningAddress = None) -> None:
     """End a run, or clean up after a run that was killed.
 
-    The run's deployments are told that it has ended, and close. Then its shared actors end. If a run was killed, its
+    The run's deployments learn that it has ended, and close. Then its shared actors end. If a run was killed, its
     remaining processes are ended, its files are removed from /dev/shm, and run.json and the report record how it ended.
     Only processes and files on this machine, and since its last boot, are ended and removed. A run that ended by itself
-    needs no `down`. A run that is being restarted at this moment may go on: call `down` again.
+    needs no `down`. A run that is being restarted at this moment may continue: call `down` again.
     """
     from asyncrl.deployment.known_runs import as_it_is, check_there, clear, named_run, own_address
     from asyncrl.deployment.local_clusters import use_ray_token

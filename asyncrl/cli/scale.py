@@ -1,4 +1,4 @@
-"""`asyncrl scale`: changes the number of generator replicas of a run that goes on."""
+"""`asyncrl scale`: changes the number of generator replicas of a run while it runs."""
 
 import asyncio
 import re

@@ -46,8 +46,8 @@ class VLLMGeneration(GenerationInterface):
 
     `start` places the engines. If it was not called, the first call that needs engines does it.
 
-    `colocated` engines free their device's memory in `finish_generation`, by vLLM's sleep mode. That mode exists on
-    GPUs only. On CPUs an engine and the learner use the same memory, so an engine only drops its prefix cache.
+    `colocated` engines free their device's memory in `finish_generation`, by vLLM's sleep mode, which exists on GPUs
+    only. On CPUs an engine and the learner use the same memory, so an engine only drops its prefix cache.
     `pad_token_id` pads prompts and outputs.
     """
 

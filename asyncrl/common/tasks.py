@@ -53,7 +53,7 @@ async def check_stop(stop: asyncio.Event) -> None:
 async def unless_one_fails(beside: Collection["asyncio.Future[None]"], work: Awaitable[Result]) -> Result:
     """Returns the result of `work`. If a task of `beside` fails first, cancels `work` and raises the task's error.
 
-    The tasks of `beside` are not cancelled. One that ends without an error is ignored.
+    The tasks of `beside` are not cancelled. A task of `beside` that ends without an error is ignored.
     """
     async with running(work) as working:
         watched: set[asyncio.Future[Any]] = set(beside)

@@ -81,7 +81,8 @@ _ON_CPUS = dict.fromkeys(("enable_chunked_prefill", "long_prefill_token_threshol
 """Arguments that are refused on CPUs only, with the reason."""
 
 REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-"""Maps each argument that is refused everywhere to the reason. Those of keys of the configuration are not in it."""
+"""Maps each argument that is refused everywhere to the reason. Arguments that follow from keys of the configuration are
+not in it."""
 
 
 _PARSERS = "_TOOL_PARSERS_TO_REGISTER"

@@ -639,8 +639,8 @@ def _shares(config: Config) -> Iterator[str]:
 
 
 def _share_warnings(config: Config) -> Iterator[str]:
-    """Yields a warning if engines take more of a GPU's memory than the share that the ranks on it leave to them. If
-    several sets of ranks do so, the warning is about the one that leaves least to each engine."""
+    """Yields a warning if engines take more of a GPU's memory than the share that the ranks on it do not use. If this
+    holds for several sets of ranks, the warning is about the one with the smallest rest for each engine."""
     generator = config.generator
     pools = {
         name: pool.gpus

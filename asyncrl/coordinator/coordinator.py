@@ -572,11 +572,12 @@ class Coordinator:
         deployment has other `prompts` than the run.
 
         A learner that replaces another one gets a new incarnation: the live one of the lineage. All of a learner's
-        calls carry its incarnation. Those of a replaced learner raise Fenced.
+        calls carry its incarnation. The calls of a replaced learner raise Fenced.
 
-        The buffer continues from what a learner `restored`, also if it is ahead of it. What the generators have made
-        with surviving weights stays. The learner puts the rows of the groups that were ready at its checkpoint into the
-        data plane before its first lease. Raises LearnerNotRestored for a checkpoint of another run.
+        The buffer continues from what a learner `restored`, also if the buffer is ahead of this snapshot. Groups that
+        the generators have made with surviving weights stay. The learner puts the rows of the groups that were ready at
+        its checkpoint into the data plane before its first lease. Raises LearnerNotRestored for a checkpoint of another
+        run.
         """
         self.check_attach(deployment, shared=shared, restores=restored is not None)
         if prompts is not None:
@@ -658,7 +659,7 @@ class Coordinator:
     async def failure_counts(self, known_failures: int, *, wait_s: float) -> tuple[FailureCount, ...]:
         """Returns the counts of failures.
 
-        Waits until there are more than `known_failures`, but at most `wait_s` seconds.
+        Returns as soon as the sum of the counts is above `known_failures`, and after `wait_s` seconds in any case.
         """
         log = self.buffer.failures
         return await self._waiting.answer(
@@ -706,7 +707,8 @@ class Coordinator:
         self._clearing.tick(now_s)
 
     def _expire(self) -> None:
-        """Removes silent actors, and ends tickets that no heartbeat renewed within the timeout."""
+        """Removes actors that sent no heartbeat for the timeout, and ends tickets that no heartbeat renewed in this
+        time."""
         keys = self.buffer.expire()
         self._clearing.rows(keys)
         gone = self._replicas.forget_unless(self.buffer.fleet.may_be_used)

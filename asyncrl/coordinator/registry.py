@@ -26,7 +26,7 @@ it may only be busy: a process whose event loop or machine stalls sends no heart
 MOST_REPLICAS = 10_000
 """Largest number of replicas of a run. More were never tried."""
 GONE_MEMBERS = 1000
-"""Number of silent deployments that are remembered, because they may come back."""
+"""Number of silent deployments that are remembered, because they may send heartbeats again."""
 KEPT_CHANGES = 1000
 """Number of changes of endpoints that are remembered. A caller that missed more gets all endpoints."""
 
@@ -155,8 +155,8 @@ class Registry:
         no deployment can attach any more.
 
         While the run is not over, a deployment that was silent for less than `GONE_TIMEOUTS` timeouts still counts,
-        because it may come back. A deployment that is not attached, such as a replaced learner, is never the last one.
-        A repeated call gets the same answer: if the first answer was lost, the run's actors would stay.
+        because it may send heartbeats again. A deployment that is not attached, such as a replaced learner, is never
+        the last one. A repeated call gets the same answer: if the first answer was lost, the run's actors would stay.
         """
         timeouts = 1 if self.state in OVER else GONE_TIMEOUTS
         left = self._members.pop(deployment_id, None) is not None
@@ -202,8 +202,9 @@ class Registry:
         return None if member is None else self._scaled.get(deployment_id, member[0].replicas)
 
     def scale(self, replicas: int) -> dict[str, int]:
-        """Sets the number of replicas of all generator deployments together. Returns what `wanted` returns then. The
-        deployments poll it. One that is silent now gets 0. Replicas that were given up before may be replaced.
+        """Sets the number of replicas of all generator deployments together. Returns the new number of each deployment,
+        by its id. The deployments poll their number. A deployment that sends no heartbeats now gets 0. Replicas that
+        were given up before may be started again.
 
         The smallest deployment grows first, and the largest one shrinks first. Raises RunError if no generator
         deployment is attached, and ValueError for a number that is not from 0 to `MOST_REPLICAS`.
@@ -218,7 +219,7 @@ class Registry:
         silent = [
             each.id for each, _ in self._members.values() if each.role is Role.GENERATOR and each.id not in wanted
         ]
-        self._scaled |= wanted | dict.fromkeys(silent, 0)  # one that comes back would add replicas
+        self._scaled |= wanted | dict.fromkeys(silent, 0)  # a silent one that calls again would add replicas
         self.scalings += 1
         self.given_up.clear()
         return wanted
@@ -300,12 +301,12 @@ class Registry:
 #
 # A replica is known from its first message until its actor leaves or may not be used any more (`asyncrl.buffer.fleet`).
 # Its last report is kept after that, because the run's totals need it. Beyond `gone_reports` reports of replicas that
-# do not come back, the oldest are added up. The totals of all replicas are running sums, so reading them takes as long
-# with 1,000 replicas as with one. This module makes no decisions and is pure. It gives the broadcast gate
+# have ended for ever, the oldest are added up. The totals of all replicas are running sums, so reading them takes as
+# long with 1,000 replicas as with one. This module makes no decisions and is pure. It gives the broadcast gate
 # (`asyncrl.weights.gate`) its input.
 
 GONE_REPORTS = 100
-"""Number of replicas that do not come back whose reports are kept one by one."""
+"""Number of replicas that have ended for ever and whose reports are kept one by one."""
 SUM = "gone replicas"
 """Name of the report that has the sum of older ones."""
 
@@ -381,8 +382,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     """The coordinator's view of one replica. `version` is None if the replica has not completely loaded any version.
 
     `state` is that of its life (`asyncrl.buffer.fleet`). `cause` (a text) is why it was quarantined for the last time;
-    "" if it never was. `restarts` is how often it was started again. `live` is False for a replica that may get no
-    tickets before it is heard again or started again. `reserved_groups` is the number of tickets that it holds:
+    "" if it never was. `restarts` is how often it was started again. `live` is False for a replica that gets no tickets
+    until it sends a heartbeat again or is started again. `reserved_groups` is the number of tickets that it holds:
     rollouts that run, wait for their start, or wait for their commit. `free_slots` is the number of its concurrency
     slots without a ticket at its last heartbeat, less the tickets that it got since. `refused_for` is the reason why it
     would get no ticket now, if its last reserve at this version got fewer than it asked for.
@@ -442,7 +443,7 @@ class Replicas:
     `loaded` has the last version that each actor reported as loaded, by the name of the actor. `reports` has the last
     report of each replica by the replica's name, with the totals of its earlier actors, also of replicas that are gone;
     and under the name `SUM` the totals of those that are gone for long. `totals` is the sum of all reports.
-    `may_come_back` returns False for the name of a replica that is gone for good.
+    `may_come_back` returns False for the name of a replica that has ended for ever.
     """
 
     def __init__(

@@ -62,9 +62,9 @@ class RunStatus(BriefStatus, frozen=True, kw_only=True):
 
 
 class OwnReplicas(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a generator deployment's own replicas: their views and their reports by name, and the number of
-    replicas that it should have. `wanted` is None if the deployment is not attached. `scalings` counts the calls of
-    `asyncrl scale`."""
+    """The replicas that one generator deployment has started. `views` and `reports` have a replica's name as key.
+    `wanted` is the number of replicas that the deployment should have; None if the coordinator does not know the
+    deployment. `scalings` counts the calls of `asyncrl scale`."""
 
     wanted: int | None
     scalings: int

@@ -85,8 +85,8 @@ class TicketLine:
         self._wake_after(-1)
 
     def wake_actor(self, actor: str) -> None:
-        """Wakes the calls of an actor, because its answer may be another one: it has loaded another version, was heard
-        again, or was quarantined."""
+        """Wakes the calls of an actor, because they may get another answer: the actor has loaded another version, sends
+        heartbeats again, or was quarantined."""
         for waiter in self._of_actor.get(actor, ()):
             self._wake(waiter)
 

@@ -74,7 +74,7 @@ EXAMPLE_TOOL: Mapping[str, Any] = {
     "type": "function",
     "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}},
 }
-"""A tool that stands for others, whose descriptions are not known yet."""
+"""Used instead of tools whose descriptions are not known yet."""
 
 
 def load_tokenizer(model_path: str, *, chat: str = "auto", chat_options: Mapping[str, Any] = {}) -> Any:

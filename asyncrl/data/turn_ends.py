@@ -12,7 +12,7 @@ from asyncrl.data.light_tokenizer import cached_files
 REFUSALS = (TemplateError, AttributeError, KeyError, TypeError, ValueError)
 """Errors of chat templates that cannot write a conversation."""
 CONTENTS = ("b", "d")
-"""Two contents of a turn. What follows a turn in a conversation is what renderings with both have in common at the end.
+"""Two contents of a turn. The common end of the renderings with both contents is the text that follows the turn.
 """
 
 

@@ -231,7 +231,7 @@ class Partitions:
 
     def take_unused(self) -> dict[str, list[str]]:
         """Returns the keys of the objects that became unused since the last call, by row store. A key that ends in "/"
-        stands for all keys that begin with it."""
+        means all keys that begin with it."""
         unused, self._unused = self._unused, {}
         return unused
 

@@ -37,8 +37,8 @@ class RowStore:
         return {key: self._objects[key] for key in keys if key in self._objects}
 
     def clear(self, keys: Sequence[str]) -> int:
-        """Drops the keys that exist. A key that ends in "/" stands for all keys that begin with it. Returns how many
-        were dropped."""
+        """Drops the keys that exist. A key that ends in "/" means all keys that begin with it. Returns how many were
+        dropped."""
         folders = tuple(key for key in keys if key.endswith("/"))
         below = [key for key in self._objects if key.startswith(folders)] if folders else []
         return sum(self._objects.pop(key, None) is not None for key in [*keys, *below])

@@ -205,7 +205,7 @@ def warm_up(
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        # The accuracy on the examples as they were shown. Those of tasks are nearly all new to the model.
+        # The accuracy on the examples before this step trained them. Nearly all examples of tasks are new to the model.
         correct.append(_exact_B(logits_BSV, labels_BS).float().mean().item())
         accuracy = sum(correct) / len(correct)
         if len(correct) == correct.maxlen and accuracy >= section.warmup_accuracy and last == section.warmup_steps:

@@ -123,8 +123,8 @@ def _connect(**options: Any) -> Any:
     constants are False meanwhile:
 
     - ENABLE_RAY_CLUSTER: on systems where Ray supports clusters of several machines, it replaces 127.0.0.1 by the
-      machine's external address. Its daemons would then listen on every network, and a Ray at 127.0.0.1 could not be
-      joined.
+      machine's external address. The daemons of Ray would then listen on every network, and a Ray at 127.0.0.1 could
+      not be joined.
     - RAY_ENABLE_UV_RUN_RUNTIME_ENV: if the driver was started with `uv run`, Ray starts each worker with `uv run` too,
       in a new environment with a copy of the working directory, which takes minutes and may lack asyncrl.
     """
@@ -249,7 +249,9 @@ def _found(run: str, *, folder: str) -> str:
             logger.warning("no Ray was started for run %s; it joins %s", run, cluster)
         return cluster.address
     if clusters:
-        raise ConnectionError("the only ones on this machine are of `asyncrl up`, and each is for its own run")
+        raise ConnectionError(
+            "each cluster on this machine was started by another run for itself, so it cannot be joined"
+        )
     if (address := noted_address()) is not None:
         return address
     advice = "The cluster of another user would get your token; name it with RAY_ADDRESS or --address"

@@ -28,7 +28,7 @@ class KvCache:
 
 def gpu_share(config: Config, place: str) -> float:
     """Returns the share of a GPU's memory that the process at `place` may use. A rank on a GPU that it may share with
-    an engine has what the engine leaves."""
+    an engine may use the share that the engine does not."""
     of_engine = config.generator.gpu_memory_utilization
     if place == ENGINE_GPU:
         return of_engine

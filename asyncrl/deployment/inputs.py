@@ -1,4 +1,4 @@
-"""The prompts and the model of a run. Threads load them while Ray and the engines start."""
+"""The prompts and the model files of a run. Threads load them while Ray and the engines start."""
 
 import asyncio
 import os
@@ -198,7 +198,8 @@ def fitting_prompts(prompts: Prompts, *, config: Config, model: str) -> Prompts:
 
 
 def _shown_tools(prompts: Prompts, *, config: Config) -> dict[str, Sequence[Mapping[str, Any]]]:
-    """Returns the tools of each part that has some. An example stands for those of MCP servers."""
+    """Returns the tools of each part that has tools. For a part with MCP servers, whose tools are not known yet,
+    returns an example."""
     parts = {name: part for name, part in all_configs(config).items() if part.environment.has_tools}
     return {name: prompts.tools.get(name, (EXAMPLE_TOOL,)) for name in parts}
 

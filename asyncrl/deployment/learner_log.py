@@ -119,7 +119,7 @@ class TrackedRecords(RecordSink):
 
 
 def going_on(run_dir: RunDir) -> Going | None:
-    """Returns how a resumed run goes on, for its trackers; None for a new run."""
+    """Returns for the trackers where a resumed run continues; None for a new run."""
     if run_dir.resumed is None:
         return None
     return Going(run_dir.resumed.step, run_dir.lineage.incarnation, went_back=last_set_aside(run_dir.checkpoints))

@@ -235,8 +235,8 @@ class ReplicaPool:
         """Begins to end, start, add and drain replicas, as the coordinator and the replicas themselves require.
 
         Raises ConfigError if engines compute other log-probs than the learner from the first weights on, and
-        GeneratorPoolExhausted if fewer than `generator.min_replicas` replicas generate, and no other one comes back
-        within `generator.replace_timeout_s`.
+        GeneratorPoolExhausted if fewer than `generator.min_replicas` replicas generate, and none of the others
+        generates again within `generator.replace_timeout_s`.
         """
         for replica in [*self.replicas]:
             if replica.name in own.reports:
@@ -273,7 +273,7 @@ class ReplicaPool:
         replica.work = asyncio.create_task(work, name=f"supervision of {replica.name}")
 
     async def _ask(self, replica: Replica, view: ReplicaView) -> None:
-        """Replaces a silent replica if its process does not answer. One that answers may only be late."""
+        """Replaces a silent replica if its process does not answer. A process that answers may only be late."""
         timeout_s = self.config.buffer.heartbeat_timeout_s
         try:
             assert replica.process is not None
@@ -449,8 +449,8 @@ class ReplicaPool:
         await replica.process.run()
 
     async def _end_and_leave(self, replica: Replica, *, grace_s: float | None = None) -> None:
-        """Ends a replica that does not come back, and its supervision first. It leaves the run also if it had to be
-        killed."""
+        """Ends a replica that is not started again. Ends its supervision first. Also removes a replica that had to be
+        killed from the run."""
         if replica.work is not None:
             await cancelled(replica.work)
         await self._end_actor(replica, grace_s=grace_s)

@@ -191,8 +191,10 @@ def begin_incarnation(directory: Path, resumed: Resumed) -> Lineage:
         # a save that was killed, or the weights that a failed run saved at its end
         if folder.is_dir() and (folder.suffix == ".tmp" or not (folder / COMPLETE).exists()):
             discard(folder)
-    # The checkpoints come before the records, and newer ones before older ones. If this process is killed in between,
-    # the records still cover all checkpoints that can be found, and the next start goes on from one of them.
+    # The checkpoints are moved before the records, and the newer ones before the older ones. If this process is killed
+    # in between, each checkpoint that is still in its place has its records, and the next start continues from one of
+    # them. Checkpoint N is the state after N steps, so the record and the samples of step N are lost, and checkpoint N
+    # is not.
     _set_aside(checkpoints, lost_folder(checkpoints, lineage), lost=lambda step: step > resumed.step)
     _set_aside(directory / SAMPLES, lost_folder(directory / SAMPLES, lineage), lost=lambda step: step >= resumed.step)
     _take_out(directory, "steps", StepRecord, lost=lambda record: record.step >= resumed.step)

@@ -139,7 +139,8 @@ async def _posted(url: str, key: str, body: Mapping[str, Any]) -> dict[str, Any]
 
 @cache
 def _client() -> "httpx.AsyncClient":
-    """Returns the client of all sessions of this process. A call has no time limit of its own: the episode has one."""
+    """Returns the HTTP client that all sessions of this process share. Its calls have no timeout, because the whole
+    episode has one."""
     import httpx
 
     return httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None, max_keepalive_connections=64))

@@ -30,8 +30,9 @@ class GuessTheNumber:
         ]
 
     def demonstrations(self, seed: int) -> Sequence[Demonstration]:
-        """Returns games in which half of the guesses are at random, and half are at random among the numbers that the
-        hints leave: they show what hints mean, and not that it pays to heed them."""
+        """Returns the guesses of games for the warm-up. Each guess is drawn with equal chances from all numbers, or
+        from the numbers that agree with all hints so far. So a model learns which guesses the hints allow, and training
+        still has to find out that these are better."""
         draw, made = random.Random(seed), []
         for task in self.tasks(seed):
             messages, lowest, highest = self._beginning(), 1, self.highest
@@ -141,9 +142,9 @@ class Calculator:
         ]
 
     def demonstrations(self, seed: int) -> Sequence[Demonstration]:
-        """Returns calls and answers of which many are wrong: they show how to call the calculator and how to answer,
-        but not that it pays to call it, with the expression of the question, and to give its result. Most first answers
-        are guesses, so a model that takes the most probable answer gives a wrong one."""
+        """Returns calls and answers for the warm-up, of which many are wrong. They show how to call the calculator and
+        how to answer. Training still has to find out that the right expression and its result give the reward. Most
+        first answers are guesses, so a model that takes the most probable answer gives a wrong one."""
         draw, made = random.Random(seed), []
         tasks = self.tasks(seed)
         for task in tasks:

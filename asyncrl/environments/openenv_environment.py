@@ -73,8 +73,8 @@ class OpenEnvEnvironment:
         return [Task(question=f"{text} #{each['seed']}", answer="", metadata={"reset": each}) for each in arguments]
 
     async def run(self, session: Session, task: Task) -> float:
-        """Plays one episode. Returns the sum of its rewards. It ends with the rewards so far if an answer is not an
-        action that the environment accepts."""
+        """Plays one episode, and returns the sum of its rewards. If the environment does not accept an answer as an
+        action, the episode ends there, and the rewards so far count."""
         episode, total = next(self._numbers), 0.0
         arguments = {**self._reset, **task.metadata.get("reset", {})}
         messages: list[dict[str, Any]] = []

@@ -100,8 +100,8 @@ class OwnInterpreter:
 
 @dataclass(eq=False)
 class Process:
-    """A process of the interpreter, and the answers that are awaited by their number. `left` is the number of episodes
-    that it may still begin, or None."""
+    """A process of the interpreter. `awaited` has the answers that are still to come, with the number of their request
+    as key. `left` is the number of episodes that it may still begin, or None."""
 
     package: str
     process: asyncio.subprocess.Process

@@ -22,7 +22,8 @@ ENCODED_AT_ONCE = 1024
 
 
 def longest_prompt_tokens(config: Config) -> int:
-    """Returns the longest allowed prompt: `data.max_prompt_tokens`, or less if no completion token would fit."""
+    """Returns the largest number of tokens that a prompt may have: `data.max_prompt_tokens`, or `model.max_length` − 1
+    if that is less, so that a completion token fits."""
     return min(config.data.max_prompt_tokens, config.model.max_length - 1)
 
 

@@ -23,7 +23,7 @@ def prompt_tools(config: Config) -> dict[str, PromptTools]:
 
 
 def described_tools(section: EnvironmentSection) -> PromptTools:
-    """Returns the descriptions of `environment.tools`. Those of MCP servers are not among them, because the servers
+    """Returns the descriptions of `environment.tools`. The tools of MCP servers are not among them, because the servers
     start with the first episode.
 
     A scoring process makes the descriptions, because it may import the user's functions. Raises ConfigError for a

@@ -48,7 +48,8 @@ class ReasoningGym:
         self._scorer = self._dataset(seed=0)
 
     def tasks(self, seed: int) -> Sequence[Task]:
-        """Returns `size` entries. Two seeds share none, because entry i of library seed s is drawn from seed s + i."""
+        """Returns `size` tasks. The library makes entry i of its seed s from the number s + i. So this method gives it
+        the seed `seed` · `size`: no two seeds share such a number."""
         dataset = self._dataset(seed=seed * self._size)
         entries = [dataset[index] for index in range(self._size)]
         for entry in entries[:_CHECKED_ENTRIES]:

@@ -19,7 +19,7 @@ class Scores:
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
-        # The completions of all groups one after the other, with the numbers of their groups and their scores.
+        # The completions of all groups one after the other; for each, the index of its group and its score.
         self._completions = [text for group in groups for text in group.completions]
         self._group_of = [number for number, group in enumerate(groups) for _ in group.completions]
         self._found: list[Score | None] = [None] * len(self._completions)
@@ -34,8 +34,8 @@ class Scores:
         return self._found.count(None)
 
     def request(self) -> tuple[Group, ...]:
-        """Returns the groups with those completions that have no score yet. The numbers of completions below count
-        over this request."""
+        """Returns the groups with those completions that have no score yet. The other methods name a completion by its
+        index in this request, which counts over all of its groups."""
         self._requested = [place for place, score in enumerate(self._found) if score is None]
         return tuple(
             Group(task=self._groups[group].task, completions=tuple(self._completions[place] for place in places))
@@ -44,11 +44,11 @@ class Scores:
 
     @property
     def left(self) -> list[int]:
-        """The numbers of the requested completions that have no score yet."""
+        """The indices of the requested completions that have no score yet."""
         return [number for number, place in enumerate(self._requested) if self._found[place] is None]
 
     def of_group(self, number: int) -> list[int]:
-        """Returns the numbers of the requested completions in the group of completion `number`."""
+        """Returns the indices of the requested completions in the group of completion `number`."""
         groups = [self._group_of[place] for place in self._requested]
         return [each for each, group in enumerate(groups) if group == groups[number]]
 
@@ -74,7 +74,8 @@ class Scores:
         self.fail(self.left, msgspec.structs.replace(self._last, of_call=True))
 
     def results(self) -> list[list[Score]]:
-        """Returns the scores of each group in the order of its completions. All scores must be known."""
+        """Returns a list of scores for each group, in the order of the group's completions. Call it only when `open` is
+        0: scores that are not known are left out."""
         found = iter(self._found)
         return [[score for score in islice(found, len(each.completions)) if score is not None] for each in self._groups]
 

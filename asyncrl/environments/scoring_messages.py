@@ -94,8 +94,8 @@ Outcome = float | Components | Failure
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer to a request: the outcomes of some completions by their number, which counts over all groups of the
-    request. The last reply has `last` set.
+    """An answer to a request. `outcomes` has pairs (index of a completion, its outcome) for some of the completions.
+    The index counts over all groups of the request. The last reply has `last` set.
 
     `retire` is the reason why the process should get no further request; it is empty when the process can continue.
     With a reason, completions may be left without an outcome.

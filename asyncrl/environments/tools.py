@@ -57,7 +57,7 @@ class ToolAgent:
 
     @property
     def described(self) -> Sequence[dict[str, Any]]:
-        """The descriptions of the tools for the model. Those of MCP servers are known from the first episode on."""
+        """The descriptions of the tools for the model. The tools of MCP servers are in it from the first episode on."""
         return self._specs
 
     async def run(self, session: Session, task: Task) -> object:

@@ -83,7 +83,8 @@ class Turn:
         self.asked, self._sampled = False, None
 
     def partial(self) -> list[PartialCompletion] | None:
-        """Returns the answer as it is now; an empty list if it has no token yet. None as for `Sampled.partial`."""
+        """Returns the answer as it is now; an empty list if it has no token yet. Returns None when `Sampled.partial`
+        does."""
         if self.answer is not None:
             return [self.answer]
         return self.prefix if self._sampled is None else self._sampled.partial()

@@ -269,8 +269,9 @@ class Conversation:
         turn.answered_as = self._answers
 
     def episodes(self) -> Iterator[Episode]:
-        """Yields an episode for each branch, in the order in which the branches ended. A sampled token is sampled in
-        the first one that has it. In later ones it is read."""
+        """Yields an episode for each branch, in the order in which the branches ended. If branches share tokens that
+        the model sampled, these are trained in the first episode that has them. In later episodes they are context, as
+        the tokens of the environment are."""
         trained: set[int] = set()
         for leaf in sorted(self.turns, key=lambda turn: turn.answered_as):
             if leaf.reply is None or any(turn.reply is not None for turn in leaf.then):

@@ -86,7 +86,7 @@ def text_of(message: Message) -> str:
 
 
 def _value(text: Any) -> Any:
-    """Returns the value of a JSON text, or what is no JSON text as it is."""
+    """Returns the value of a JSON text. Returns the argument unchanged if it is not one."""
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError):

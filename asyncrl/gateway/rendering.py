@@ -144,7 +144,7 @@ class Renderer:
 
     def _moves(self, tools: Sequence[Mapping[str, Any]]) -> bool:
         """Returns whether the template writes what is before the model's turn in another way when messages follow the
-        turn. What it writes at the beginning of the turn may differ, such as an empty thought in the last turn."""
+        turn. A difference at the beginning of the turn does not count, such as an empty thought in the last turn."""
         shown = compact(list(tools))
         if shown not in self._moved:
             try:

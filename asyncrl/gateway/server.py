@@ -32,7 +32,7 @@ from asyncrl.shown_text import log_to_stderr
 # connection for ever. One agent must not stop the sessions of other samples.
 
 HEAD_BYTES = 64 * 2**10
-"""Largest head of a request: its line and its headers. Those of common clients have less than 1 KiB."""
+"""Largest head of a request, bytes: its line and its headers. Common clients send less than 1 KiB."""
 REQUEST_BYTES = MAX_BODY_BYTES + 2**20
 """Largest request, with the sizes of its chunks. A larger body is refused before (`read_call`), with an answer."""
 

@@ -1,7 +1,7 @@
-"""Starts the processes of vLLM's engine. Finds out why it did not start or has died, for an error that says so.
+"""Starts the processes of vLLM's engine. Finds out why the engine did not start or has died, for the text of the error.
 
-The engine runs in a process of its own. That process writes the cause to its output only: to stderr while it starts, to
-stdout later. This module reads the cause from there.
+The engine runs in a process of its own, which writes the cause to its output only: to stderr while it starts, to stdout
+later. This module reads the cause from there.
 """
 
 import asyncio

@@ -122,8 +122,8 @@ def single_turn(prompt_ids: Sequence[int], completion: Completion, *, top_k: int
     width = None if completion.supports is None else completion.supports.shape[1]
     if top_k is not None and width != top_k:
         raise HandshakeError(
-            f"the engine returned a completion with supports of {width or 'no'} tokens, but it must be {top_k} with "
-            f"generator.top_k = {top_k}"
+            f"the engine returned a completion whose supports (the tokens among which it sampled) have "
+            f"{width or 'no'} tokens; with generator.top_k = {top_k} they must have {top_k}"
         )
     return Episode(
         nodes=(Node(origin=Origin.ENVIRONMENT, token_ids=prompt_ids), Node.of(completion)),

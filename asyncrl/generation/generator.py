@@ -485,10 +485,10 @@ class RunningRollouts:
 class HeldTickets:
     """Tickets from their reserve until they are settled: committed, failed, or ended by the buffer.
 
-    Each heartbeat sends a `report` of the new tickets and of those whose progress has changed. What it sends counts as
-    known when the heartbeat is `answered`. So nothing is lost if a heartbeat or its answer is lost. The first report is
-    complete, and so is the next one after `report_all`. Reports are numbered from `first_number` on, which must be
-    larger than all numbers of an earlier process of this replica.
+    Each heartbeat sends a `report` of the new tickets and of those whose progress has changed. The changes in a report
+    count as known when its heartbeat is `answered`. So nothing is lost if a heartbeat or its answer is lost. The first
+    report is complete, and so is the next one after `report_all`. Reports are numbered from `first_number` on, which
+    must be larger than all numbers of an earlier process of this replica.
 
     Calls for a ticket that is not held change nothing: its rollout may end later than the ticket.
     """

@@ -96,8 +96,8 @@ class Sampled(Protocol):
         ...
 
     def partial(self) -> list[PartialCompletion] | None:
-        """Returns a copy of all completions as they are now. None if a completion has just ended, so that its versions
-        are not known yet; the engine reports its end next."""
+        """Returns a copy of all completions as they are now. Returns None if a completion has ended and the engine has
+        not reported it yet: the versions of its tokens are not known then. Try again later."""
         ...
 
 

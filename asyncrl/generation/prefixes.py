@@ -62,7 +62,8 @@ def seed_of(seed: int, child: int, tokens: int) -> int:
 
 
 def hash_of(text: str) -> int:
-    """Returns a hash of 63 bits, which fits into a column of int64."""
+    """Returns a hash of the text as a number of 63 bits, which fits into an int64 column. It is the same in every
+    process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 

@@ -199,15 +199,18 @@ def non_greedy_tokens(output: Any) -> int:
 # The support of each token that vLLM samples with `generator.top_k`: the tokens among which it was sampled.
 #
 # vLLM masks the logits of all other tokens before it samples. In the mode `processed_logprobs`, its log-probs are those
-# of the masked logits. So the tokens of the support are those with a finite log-prob, and no more than `top_k` are
-# needed to find them. This holds for vLLM's runners on CPUs and on GPUs. Sampling masks (`return_sampling_mask`) are
-# not used: they exist on GPUs only, and with them vLLM refuses greedy requests and those of the parity probe.
+# of the masked logits. So the tokens of the support are those with a finite log-prob, and the log-probs of the `top_k`
+# most probable tokens show them. This holds for vLLM's runners on CPUs and on GPUs. Sampling masks
+# (`return_sampling_mask`) are not used: they exist on GPUs only, and with them vLLM refuses greedy requests and those
+# of the parity probe.
 #
 # If several tokens at the boundary have exactly the same logit, vLLM keeps all of them, and samples among more than
-# `top_k` tokens.
+# `top_k` tokens. The support that is found then lacks tokens. `supports_of` notices it, because the probabilities do
+# not add up to 1, and raises DataError.
 
 LOST_NATS = 1e-5
-"""Largest accepted error of a log-prob, nats, if a support lacks tokens. Rounding in float32 causes up to some 1e-6."""
+"""Probability that a support may lack, nats: −log of the sum of its probabilities. Rounding in float32 causes up to
+some 1e-6."""
 
 
 def sampling_parameters(generator: GeneratorSection, *, vocabulary: int) -> dict[str, Any]:
@@ -246,7 +249,8 @@ def supports_of(token_ids: Sequence[int], logprobs: Any, *, top_k: int) -> Suppo
     if not (found_T & (mass_T >= math.exp(-LOST_NATS))).all():
         raise DataError(
             f"vLLM sampled a token among more than generator.top_k = {top_k} tokens, because several have exactly the "
-            "same logit; the learner would compute other log-probs. Set another generator.top_k",
+            "same logit. The learner would compute other log-probs, so the group is not trained. If this happens "
+            "often, set another generator.top_k",
             reason="support",
         )
     return supports_TK

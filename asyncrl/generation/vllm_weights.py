@@ -141,7 +141,7 @@ class VLLMWeights:
         """Receives one version from the group into the memory of the engine's workers, whole and checked. It is not
         applied yet.
 
-        Call it at the same time as `send_snapshot` on the learner's ranks. Requests pause meanwhile, and go on
+        Call it at the same time as `send_snapshot` on the learner's ranks. Requests pause meanwhile, and continue
         afterwards, also after an error. Raises the same errors as `receive_snapshot`: ManifestMismatch, UpdateRefused
         and CollectiveError.
         """

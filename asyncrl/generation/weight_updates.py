@@ -167,7 +167,8 @@ class WeightUpdates:
                 self._metrics.weight_update(outcome="torn", phase_seconds={})
                 logger.error("replica %s starts no rollout until a whole weight update succeeds: %s", self._name, error)
                 await self._mark_torn(error, replica)
-                # Only a whole update repairs a torn replica: the same version again, or a newer one.
+                # Only a whole update repairs a torn replica. `newest = None` below makes the store give the same
+                # version again, or a newer one.
                 torn_since_s = torn_since_s or self._clock()
                 self._check_torn(torn_since_s, error)
                 newest = None

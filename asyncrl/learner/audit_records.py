@@ -6,8 +6,8 @@ is begun. So after a restart from a checkpoint of step k, the records of all ste
 
 A record is one frame: the length of its payload (4 bytes), the xxh3-64 of the payload (8 bytes), and the payload in
 MessagePack. A killed writer can leave an incomplete last frame, and a machine that lost its power can leave zeros at
-the end. A reader leaves both out, and says so (`ReadRecords.torn`): a run that ended by itself has no such end, and the
-records of all steps in steps.jsonl must be there.
+the end. A reader skips both, and sets `ReadRecords.torn`: a run that ended by itself has no such end, and the records
+of all steps in steps.jsonl must be there.
 """
 
 import os

@@ -156,7 +156,7 @@ class Publisher:
         self._deliveries.result()
 
     async def stop(self) -> None:
-        """Ends a delivery that is being repeated. What the ranks do at the moment goes on."""
+        """Ends a delivery that is being repeated. A call that the ranks are running at the moment is not cancelled."""
         await cancelled(*[task for task in (self._deliveries, self._refusals) if task is not None])
 
     # -- deliveries --------------------------------------------------------------------------------------------------

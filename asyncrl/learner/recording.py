@@ -105,7 +105,9 @@ class StepRecorder:
         return record
 
     def run_totals(self, status: RunStatus, *, rows_outstanding: int, stop_reason: str | None = None) -> RunTotals:
-        """Returns the totals of the run from the buffer's last `status`."""
+        """Returns the totals of a run that has ended. `status` is the coordinator's status after the last step.
+        `rows_outstanding` is the number of rows that are still stored. `stop_reason` is None unless `run.stop_when`
+        ended the run."""
         fates = status.account.fates
         return RunTotals(
             wall_s=self.elapsed_s(),

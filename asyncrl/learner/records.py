@@ -63,11 +63,12 @@ DATA = "data.json"
 
 
 class DataRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The prompts of a run: `data.json`. `training`, `heldout` and `sets` (by the names of `eval.sets`) are numbers of
-    prompts. `left_out` has the numbers of rows that are none of these, by the section of their dataset, such as `data`
-    or `data.mixture.sums`, and by the reason (`asyncrl.data.left_out.REASONS`). `hidden_tags` are tags, such as
-    `<think>`, that the text of an answer never has, although a reward may look for them
-    (`asyncrl.data.answer_text`)."""
+    """The prompts of a run: `data.json`. `training`, `heldout` and `sets` count the prompts that are trained, held out,
+    and in each set of `eval.sets`. `left_out` counts the dataset rows that are in none of these: the first key is the
+    section of the dataset, such as `data` or `data.mixture.sums`, the second the reason
+    (`asyncrl.data.left_out.REASONS`). `hidden_tags` warns of tags, such as `<think>`, that the text for a reward never
+    has, because they are special tokens or end the prompt (`asyncrl.data.answer_text`). It is empty if no reward of the
+    run can look for tags."""
 
     training: int
     heldout: int
@@ -374,7 +375,7 @@ class Summary(RunTotals, frozen=True, kw_only=True):
     share of the state `generating`. `restarts` is the number of times that the run was resumed, and `lost_steps` the
     number of steps that were trained again, because the run went back. `parity_max_nats` is the largest difference of
     log-probs over all probes and all trained on-policy tokens. `ess_ratio_mean` and `ess_ratio_lowest` are over the
-    steps with an effective sample size. `heldout_sets` has the numbers of evaluations for each named held-out set
+    steps with an effective sample size. `heldout_sets` has the results of the evaluations for each named held-out set
     (`eval.sets`).
     """
 

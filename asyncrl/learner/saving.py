@@ -131,9 +131,11 @@ class Checkpoints:
             await asyncio.wait([self._running])
 
     async def save_last(self, snapshot: RunSnapshot) -> None:
-        """Saves the run at its end, after the running save has ended. Does nothing if the step is saved with `hf/`.
+        """Writes a checkpoint with `hf/` at the end of the run. Waits first for a save that is still being written.
+        Does nothing if the newest checkpoint is of this step and has `hf/`.
 
-        A failure is stored in `unsaved`. The caller raises it after all other records of the run are written.
+        Does not raise if the save fails: it stores the error in `unsaved`, and the caller raises this error after it
+        has written all other records of the run.
         """
         await self.settle()
         if snapshot.version.step == self.saved and self._saved_hf:

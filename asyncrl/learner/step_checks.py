@@ -36,8 +36,9 @@ class StepChecks:
     def parity(self, report: StepReport, *, step: int) -> float | None:
         """Compares the learner's and the engine's log-probs of on-policy tokens, which must agree.
 
-        Returns how much they differ, as a share of what `weights.parity_*` accept; None if the step has no such token.
-        Above 1, raises ParityError or logs an error.
+        Returns the difference divided by the limit (`weights.parity_*`), for the limit that is nearest or exceeded
+        most; None if the step has no such token. Above 1, raises ParityError or logs an error, as
+        `weights.on_parity_failure` says.
         """
         differences = report.on_policy_differences
         if not differences.tokens:

@@ -121,7 +121,7 @@ class _Data:
 
     @property
     def frequencies(self) -> dict[int, int]:
-        """The number of prompts by the number of their rows."""
+        """How many prompts have 1 row, 2 rows, and so on: number of rows → number of prompts."""
         return dict(sorted(Counter(self._times.tolist()).items()))
 
     def times(self, checksum: int) -> int:

@@ -1,4 +1,5 @@
-"""The request of the learner to the witness in a step: the drawn group, and the tokens that its lease leaves to train.
+"""The request of the learner to the witness in a step: the drawn group, and how many tokens of its lease must be
+trained. The drawn group is one group of the lease, chosen at random, whose samples the witness computes a second time.
 
 `asyncrl.witness` has the formulas, and `asyncrl.ranks.witnessed` the second pass.
 """
@@ -33,9 +34,10 @@ from asyncrl.witness.step import Completion, advantages, counts, scored, trained
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Witnessed:
-    """The drawn group of a step. `numbers_B` has the number of each row in the drawn group, −1 for other rows; `rows`
-    are the drawn rows in order. `outcomes` are their advantages, or what an estimator of tokens begins with: the reward
-    less its baseline. None if an estimator of the user's own cannot be called again."""
+    """The drawn group of a step. `numbers_B` has for each row of the step its index within the drawn group, −1 for rows
+    of other groups. `rows` has the indices of the drawn rows in the step. `outcomes` are their advantages, or what an
+    estimator of tokens begins with: the reward less its baseline. None if an estimator of the user's own cannot be
+    called again."""
 
     numbers_B: torch.Tensor
     request: Request
@@ -162,8 +164,8 @@ def read_token_findings(
     *,
     read: Callable[..., BatchedDataDict],
 ) -> list[Finding]:
-    """Reads the drawn rows of a step with `read` (`TQPolicy.read_from_dataplane`), and returns `token_findings`. There
-    are none without an estimator of tokens or a drawn row."""
+    """Reads the drawn rows of a step with `read` (`TQPolicy.read_from_dataplane`), and returns `token_findings`.
+    Returns an empty list if there is no estimator of tokens or no drawn row."""
     if drawn is None or not drawn.rows or estimator is None:
         return []
     return token_findings(drawn, read(meta.subset(drawn.rows), select_fields=token_columns(estimator)), estimator)
@@ -241,7 +243,7 @@ def rate_of_lease(lease: Lease, report: StepReport, *, config: Config) -> Findin
 
 
 def counts_of_step(lease: Lease, report: StepReport, *, config: Config) -> Finding:
-    """Compares the samples and tokens that the ranks trained with those that the lease and its masks leave."""
+    """Compares how many samples and tokens the ranks trained with how many of the lease are not masked."""
     completions = completions_of(lease)
     kept = trained(completions, axes=sample_axes(config), config=config)
     [whole] = counts(completions, kept, rows_per_update=len(completions), config=config)
@@ -283,8 +285,9 @@ def _of_group(group: LeasedGroup, *, step: int) -> Sequence[Completion]:
 
 
 def _drawn(lease: Lease, teaches: Sequence[bool], *, draw: random.Random, most_tokens: int) -> list[int]:
-    """Returns the rows of the drawn group, as many as have at most `witness.group_tokens` tokens together. A group of
-    which no sample teaches has no gradient, so it is drawn only if there is no other. Returns none if no row fits."""
+    """Returns the rows of the drawn group, as many as have at most `witness.group_tokens` tokens together. A group
+    without a trained sample has no gradient, so it is drawn only if there is no other group. Returns an empty list if
+    no row fits."""
     fit = list[list[int]]()
     end = 0
     for group in lease.groups:

@@ -504,7 +504,7 @@ class Learner:
         for number in NUMBERS
         if number.name in GAUGES
     }
-    """The gauges of the numbers of a step, by the number's name."""
+    """Name of a number in steps.jsonl → its gauge."""
     learner_reward_component_mean = GaugeMetric(
         LEARNER,
         "asyncrl_learner_reward_component_mean",

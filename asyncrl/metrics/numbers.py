@@ -568,7 +568,7 @@ NUMBERS: tuple[Number, ...] = (
 TRACKERS = {
     number.name: number.tracker if "/" in number.tracker else f"{number.tracker}/{number.name}" for number in NUMBERS
 }
-"""The names of recorded numbers in experiment trackers, by their names in steps.jsonl."""
+"""Name of a number in steps.jsonl → its name in experiment trackers."""
 
 AGENT_NUMBERS = ("turns_mean", "tool_calls_mean", "failed_tool_calls_mean")
 """The numbers about the episodes of agents, which other runs do not have."""
@@ -576,7 +576,7 @@ AGENT_NUMBERS = ("turns_mean", "tool_calls_mean", "failed_tool_calls_mean")
 GAUGES = {
     number.name: f"asyncrl_learner_{number.gauge or number.name}" for number in NUMBERS if number.gauge is not None
 }
-"""The gauges of numbers, by their names."""
+"""Name of a number in steps.jsonl → the name of its gauge."""
 
 
 def tracker_name(name: str) -> str:

@@ -42,7 +42,7 @@ Cell = str | int | float | None
 
 
 class Going(NamedTuple):
-    """How a resumed run goes on: after `step` steps, as incarnation `incarnation`.
+    """Where a resumed run continues: after `step` steps, as incarnation `incarnation`.
 
     `went_back` is the last incarnation that began with an earlier checkpoint than the newest one; 0 if there is none.
     """
@@ -169,7 +169,7 @@ class Trackers:
             _report(f"the tracker {name} did not start, and the run continues without it", error)
 
     def _continued(self, name: str, *, run: str) -> tuple[TrackerRun | None, str]:
-        """Returns the tracker's run that goes on, or None if a new one begins, and its name."""
+        """Returns (the tracker's run that the resumed run continues, or None for a new one; the name of this run)."""
         known, going = self._runs.get(name), self._going
         if known is not None and going is not None and known.incarnation < going.went_back and name != PURGES:
             del self._has[name]
@@ -258,7 +258,7 @@ def _arguments(
 ) -> dict[str, Any]:
     """Returns the arguments of accelerate's tracker class. The classes have different names for project and run.
 
-    `known` is the run that goes on; None for a new one.
+    `known` is the tracker's run that this one continues; None for a new one.
     """
     match name:
         case "tensorboard":
@@ -271,7 +271,8 @@ def _arguments(
             of_run = {"id": known.id if known else secrets.token_hex(8), "resume": "allow"}
             return {"run_name": project, "name": run, "dir": str(folder), **of_run}
         case _:  # trackio; the configuration admits no other name. It finds a run by its name.
-            # It has no run before the first numbers, so a run that goes on may have to be created.
+            # trackio creates a run when it gets the first numbers. A resumed run may not exist there yet, so "must"
+            # would fail.
             return {"run_name": project, "name": run, "resume": "allow" if known else "never"}
 
 

@@ -97,7 +97,7 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("bloom", "mpt", "gpt_neox_japanese", "openai-gpt", "xglm"), _WITHOUT_SDPA),
     **dict.fromkeys(("mamba", "falcon_mamba", "mamba2"), _WITHOUT_SDPA),
     "gpt_oss": Family(learner=_SINKS),
-    # -- experts -------------------------------------------------------------------------------------------------
+    # -- mixture of experts --------------------------------------------------------------------------------------
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "hunyuan_v1_moe"), _MOE),
     **dict.fromkeys(("dots1", "glm4_moe"), Family(engine=_BUFFERS)),
     "mixtral": Family(engine=_NAMES),

@@ -465,7 +465,8 @@ class Chunks:
             weight_DC = self._weight_CD(rows).t()
             if self.narrow is not None and self.rounds:
                 assert base_N is not None
-                # the rounded base is subtracted inside the product, before the rounding, and its remainder afterwards
+                # near = base rounded to the narrow dtype. The product begins with −near, so that the difference is
+                # rounded and not the large logit. base − near is subtracted afterwards.
                 near_N1 = base_N.to(self.narrow.dtype).unsqueeze(1)
                 narrow_NC = shaped(self.narrow, logits_NC).copy_(-near_N1)
                 _multiply(self.hidden_ND, weight_DC, out=narrow_NC, scale=scale, add=True)
@@ -520,8 +521,8 @@ def _multiply(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor, sca
 
 
 def located(tokens: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns which tokens are among the vocabulary rows `rows`, and the column of each token. The column of a token
-    outside is a valid index without a meaning."""
+    """Returns (which tokens are among the vocabulary rows `rows`, the column of each token in a chunk of these rows).
+    The column of a token outside is a valid index without a meaning."""
     columns = tokens - rows.start
     width = rows.stop - rows.start
     # no boolean indexing: the size of its result would have to be copied from the GPU to the CPU

@@ -101,8 +101,8 @@ def check_supports(data: BatchedDataDict, loss_fn: LossFunction, *, has_supports
     """Checks that rows have supports if, and only if, the configuration says so (`Config.has_supports`). Raises
     CallRefused or MissingColumns otherwise.
 
-    With supports, it also raises CallRefused for a loss that reads logits, because the distribution of the rows has
-    only the logits of the supports.
+    With supports (the tokens among which each token was sampled), it also raises CallRefused for a loss that reads
+    logits: tokens outside their support have no probability.
     """
     if not has_supports:
         if SUPPORT in data:

@@ -1,8 +1,8 @@
-"""Rows that are only named: the driver handles their names, and the ranks fetch the rows and write columns back.
+"""Rows by name: the driver handles only the rows' names, and the ranks fetch the rows and write columns back.
 
-Invariants: rows are cut by their lengths in the same way as the rows themselves (`BatchingPlan.cut`). Either all ranks
-get their rows, or the call fails on all ranks (F37). A token that is older than its ticket allows is never trained: it
-is masked in rows that are marked so, and an error in all others.
+Invariants: the driver divides the names among the ranks exactly as it would divide the rows (`BatchingPlan.cut`).
+Either all ranks get their rows, or the call fails on all ranks (F37 in docs/faults.md). A token that is older than its
+ticket allows is never trained: it is masked in rows with the tag `MASKS_STALE`, and an error in all others.
 """
 
 from collections import Counter

@@ -1,8 +1,9 @@
 """The witness of a loss of the user's own, for which there is no formula: its function is called again.
 
 A loss is a sum over samples that is divided by counts of the whole update (`asyncrl.algorithms.interfaces`). So the
-derivatives by the tokens of the drawn group are the same without the other groups of the micro-batch. The function gets
-the model's outputs of the step's own pass for these rows, so that only the function can make a difference.
+derivatives by the tokens of the drawn group (the one that the witness computes again) are the same without the other
+groups of the micro-batch. The function gets the model's outputs of the step's own pass for these rows, so that only the
+function can make a difference.
 
 It is also called with each sample alone. A loss may compare the samples of a group, so that a difference is no error
 there: the record says which of the two agreed.
@@ -27,9 +28,10 @@ MASKS = "own function, its masks"
 
 @dataclass(slots=True, kw_only=True)
 class OwnLoss:
-    """The derivatives of a loss by the trained tokens of the drawn rows of this rank, by the rows' numbers: as the
-    backward pass of the step had them, with the group alone, and with each sample alone. `problem` says why the
-    function could not be called again, or why its results cannot be compared.
+    """The derivatives of a loss by the trained tokens of this rank's drawn rows. `in_step` are those of the step's
+    backward pass, `of_group` those with the group alone, `of_sample` those with each sample alone. The key is the index
+    of a row within the drawn group. `problem` says why the function could not be called again, or why its results
+    cannot be compared.
 
     `world_size` is the factor of the backward pass (`RankWorker._update`).
     """
@@ -51,8 +53,8 @@ class OwnLoss:
         """Calls the loss again for the drawn rows of a micro-batch, and notes what the backward pass gives them.
 
         `output` is the argument of the loss with its graph: log-probs [B, T] or logits [B, S, V]. `slopes_of_rows`
-        returns the derivatives by it if the micro-batch has only these rows. `numbers` are those of the rows in the
-        drawn group, −1 for other rows.
+        returns the derivatives by it if the micro-batch has only these rows. `numbers` has for each row its index
+        within the drawn group, −1 for rows of other groups.
         """
         mask_BT = trained_mask(data)[:, 1:]
         drawn = {row: number for row, number in enumerate(numbers) if number >= 0 and bool(mask_BT[row].any())}
@@ -123,8 +125,8 @@ def masked_finding(outside: float, *, inside: float, kind: str) -> Finding:
 
 
 def _group(data: BatchedDataDict, numbers: Sequence[int]) -> list[int]:
-    """Returns the rows of the drawn group. Those that were not drawn, because the group is too long, can be told only
-    if the loss reads the groups."""
+    """Returns the rows of the drawn group, also those that were not drawn because the group is too long. The latter are
+    known only if the batch has the column `group_ids`."""
     drawn = [row for row, number in enumerate(numbers) if number >= 0]
     if "group_ids" not in data:
         return drawn

@@ -221,8 +221,9 @@ class ShardedState:
 
 
 def save_tokenizer(model_path: str, path: Path, *, group: dist.ProcessGroup) -> None:
-    """Writes the files of the tokenizer of the model at `model_path`. Raises CheckpointError if `path` is not a
-    directory and cannot be created. In this case transformers would only log a message."""
+    """Writes the tokenizer of the model at `model_path` to the directory `path`. Rank 0 writes. If it cannot, all ranks
+    raise CheckpointError. `path` is created first, because transformers only logs a message if it is not a directory. A
+    collective."""
 
     def save() -> None:
         path.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
 """The ranks' side of the witness: it watches the passes of an update, and repeats those of the drawn group plainly.
 
-The rows of the drawn group have their numbers in the column `witness`; other rows have −1. The ranks hand over what
-their passes used and made, and `asyncrl.witness` has the formulas to compare it with.
+The drawn group is one group of the step, chosen at random. The column `witness` has the index of each of its rows
+within the group, and −1 for other rows. A plain pass computes one sequence at a time, without padding and packing. The
+ranks hand over what their passes used and made, and `asyncrl.witness` has the formulas to compare it with.
 
 Legend: B rows, S tokens, T = S − 1 next tokens.
 """
@@ -47,18 +48,19 @@ from asyncrl.witness.optimizer import Element, difference, rate_of_step, stepped
 from asyncrl.witness.plain_pass import plain_attention, plain_pass
 
 WITNESS = "witness"
-"""Column [B]: the number of a row within the drawn group, −1 for other rows."""
+"""Column [B]: the index of a row within the drawn group, −1 for rows of other groups."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Watched:
-    """The inputs and results of an update's passes for the drawn rows of this rank, by the numbers of the rows.
+    """The inputs and results of an update's passes for the drawn rows of this rank. The key is the index of a row
+    within the drawn group.
 
     Lists have one entry for each trained token. `places` are the tokens' places among the next tokens of their row.
     `tokens` is the weighted number of trained tokens of all rows that had a backward pass. `inside` is the largest
-    derivative of the loss by one of them, and `outside` the largest by a token that the masks leave out. `own` is there
-    for a loss of the user's own. `world_size` is the factor of the backward pass (`RankWorker._update`). `step` is the
-    version of the weights.
+    derivative of the loss by one of them, and `outside` the largest by a masked token. `own` is None unless the loss is
+    the user's own. `world_size` is the factor of the backward pass (`RankWorker._update`). `step` is the version of the
+    weights.
     """
 
     world_size: int
@@ -359,7 +361,9 @@ class UpdateWitness:
                 yield sequence, logprobs
 
     def _compare_rows(self, apart: Mapping[str, Sequence[float]]) -> None:
-        """Compares log-probs of drawn rows of all ranks, from their differences by policy."""
+        """Adds a finding for each policy: do the log-probs with which the drawn rows of all ranks were trained agree
+        with those of the plain second pass? `apart` has this rank's absolute differences, in nats, by policy. A
+        collective."""
         found = self._ranks.gather({policy: Differences.of(values) for policy, values in apart.items()})
         for policy in dict.fromkeys(policy for own in found for policy in own):
             differences = sum((own[policy] for own in found if policy in own), Differences())

@@ -115,8 +115,9 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
     def _prepared(
         self, data: BatchedDataDict, loss_fn: LossT, *, step: int | None, updates: int, eval_mode: bool
     ) -> tuple[BatchedDataDict, int]:
-        """Returns the rows as `_outcome` reads them, and the number of their tokens that were left out. Raises an error
-        if rows are wrong. Not a collective."""
+        """Returns the rows in the form that `_outcome` reads, and the number of tokens that it masked because a value
+        of theirs is not finite. Raises CallRefused if the rows cannot be used. `updates` is the number of optimizer
+        updates of the call. Not a collective."""
         if data.size:
             needed = required_columns(loss_fn, updates=updates, eval_mode=eval_mode)
             check_columns(data, needed, reader="the loss")
@@ -128,8 +129,8 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         return loss_fn
 
     def _bounds_finding(self, configured: LossT, used: LossT, updates: Sequence[PlannedUpdate]) -> Finding | None:
-        """Returns what the witness finds of the bounds of a loss that depend on the whole step; None if there are none,
-        and on all ranks but the first. A collective if there are some."""
+        """Returns the witness's finding about the bounds of a loss that depend on the whole step. Returns None on all
+        ranks but the first, and if the loss has no such bounds. A collective if it has some."""
         return None
 
     def _witness_reference(self, update: PlannedUpdate, witness: UpdateWitness) -> None:
@@ -170,8 +171,8 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         it, no token counts as stale or on-policy. The learning-rate schedule advances by one step, unless no update was
         finite. In eval mode, nothing changes, and no gradient is computed. The record covers only this rank.
 
-        With `witness`, the rows whose column `witness` is not −1 are computed a second time, plainly, and the record
-        has what was found. A step with numbers that are not finite is not witnessed.
+        With `witness`, the rows whose column `witness` is not −1 are computed a second time, one row at a time, and the
+        record has the findings. A step with numbers that are not finite is not witnessed.
 
         All ranks raise CallRefused together if any rank cannot use its rows, and LossFailed if the loss fails.
         """
@@ -347,7 +348,8 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         )
 
     def _passed_again(self, update: PlannedUpdate, context: UpdateContext[LossT], witness: UpdateWitness) -> None:
-        """Lets the witness pass the drawn rows, and in some steps each micro-batch alone. Leaves no gradient."""
+        """Lets the witness pass the drawn rows, and in some steps each micro-batch alone. All gradients are 0
+        afterwards."""
 
         def run(part: BatchedDataDict, seen: Watched | None = None) -> None:
             outcome = self._outcome(part.to(self._device), replace(context, watched=seen))

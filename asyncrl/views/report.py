@@ -5,7 +5,7 @@ become one file without external files. It can be printed: a print is always on 
 configuration, which is folded on the screen, and the samples that are open. tests/views/test_report_in_chromium.py
 checks this in a real browser.
 
-The report can be made at any time, also while the run goes on or after it was killed; it then leaves out what is not
+The report can be made at any time, also while the run is running or after it was killed; it then leaves out what is not
 recorded. All text that comes from a run (samples, names, reasons) is escaped, so that markup in a completion stays
 text.
 """
@@ -69,12 +69,14 @@ class RunRecords:
 
     @property
     def totals(self) -> Summary | None:
-        """The summary; for a run that goes on or failed, that of its records so far. None without a trained step."""
+        """The summary. For a run that is still running or has failed, it is computed from the records so far. None
+        without a trained step."""
         return self.summary or _summary_so_far(self)
 
 
 def read_run(path: Path, *, info: RunInfo | None = None) -> RunRecords:
-    """Returns the records of a run directory. `info` stands for its run.json, for example for a run that was killed.
+    """Returns the records of a run directory. `info` replaces what the directory's run.json says. Pass it for a run
+    that was killed: its run.json still has the state `running`.
 
     Raises RunError when `path` is not a run directory. Raises ConfigError or RunError when another version of asyncrl
     wrote its files.

@@ -6,10 +6,10 @@ the next version moved them too little to change a log-prob measurably, such as 
 The places of the tensors do not come from the loader, which may be what is wrong. They come from the names of vLLM's
 modules: a fused layer such as `qkv_proj` has the tensors that `packed_modules_mapping` names, one below the other.
 
-What is sampled differs with each version. Of a matrix these are whole columns or rows: two columns of an embedding
-(every token has a part in them) and of each matrix that vLLM has packed for a CPU, two rows of any other matrix. A
-packed matrix cannot be read, so it is multiplied with unit vectors: the products are its columns, exactly, because they
-are sums of one weight and zeros. All elements of a vector are compared.
+The sample differs with each version. It has whole columns or rows of a matrix: two columns of an embedding (every token
+has a part in them) and of each matrix that vLLM has packed for a CPU, two rows of any other matrix. A packed matrix
+cannot be read, so it is multiplied with unit vectors: the products are its columns, exactly, because they are sums of
+one weight and zeros. All elements of a vector are compared.
 
 Parameters of other kinds, such as fused experts, are not read. The result names them.
 """

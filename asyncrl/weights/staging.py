@@ -174,8 +174,8 @@ class StagedWeights:
                 following.cancel()
 
     def begin(self, manifest: Manifest) -> None:
-        """Provides memory for a version. What an earlier attempt has staged of the same version stays, and so do bytes
-        to which the version's deltas can be applied. Raises FetchFailed if there is no memory."""
+        """Provides memory for a version. Keeps the bytes that an earlier attempt has staged of the same version, and
+        the bytes to which the version's deltas can be applied. Raises FetchFailed if there is no memory."""
         if manifest != self._manifest:
             linked = {bucket.pieces for bucket in manifest.buckets if bucket.links}
             self._held = {pieces: found for pieces, found in self._held.items() if pieces in linked}

@@ -94,7 +94,7 @@ class WeightSwap:
 
     @torch.no_grad()
     def prepare(self, weights: Weights) -> None:
-        """Builds what `apply` exchanges, from a whole version. What an earlier call has prepared is dropped."""
+        """Builds the tensors that `apply` exchanges, from a whole version. Drops the tensors of an earlier call."""
         self._prepared = []
         by_target: dict[str, list[tuple[str, torch.Tensor]]] = {}
         for name, tensor in weights:

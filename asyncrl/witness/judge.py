@@ -40,11 +40,11 @@ one to five tokens can still be learned: 0.015 in the median of 400 steps, and o
 class Request:
     """The facts that the driver knows about the rows that are witnessed in a step.
 
-    `counts` are those of each update, by the lease. `advantages` are those of the drawn rows by their numbers, from the
-    rewards by plain formulas or by the user's own estimator, as `advantages_by` says; None if the ranks compute an
-    advantage for each token, or if nothing can be said. `largest_advantage` is that of the whole step. With
-    `every_part`, each micro-batch is also passed alone. `rewards` are those of the
-    drawn rows after the filters, 0 for one that failed; empty if they are not known.
+    `counts` has the samples and tokens of each update, counted from the lease. `advantages` has one number for each
+    drawn row, from the rewards by plain formulas or by the user's own estimator, as `advantages_by` says; None if the
+    ranks compute an advantage for each token, or if the estimator cannot be called again. `largest_advantage` is that
+    of the whole step. With `every_part`, each micro-batch is also passed alone. `rewards` has the reward of each drawn
+    row after the filters, 0 for a reward that failed; it is empty if the rewards are not known.
     """
 
     counts: tuple[Counts, ...]
@@ -101,8 +101,8 @@ def coefficients(
     of_entropies: bool = False,
 ) -> list[Finding]:
     """Compares the derivatives of the loss by the log-probs of each sample, or by their entropies, with those that the
-    ranks used. Samples are known by their numbers in the drawn group. `scale` is the largest derivative of the whole
-    group."""
+    ranks used. The keys of `samples` and `found` are indices within the drawn group. `scale` is the largest derivative
+    of the whole group."""
     findings = []
     for number, values in found.items():
         both = [derivatives(axes, samples[number], counts, apart_nats=by) for by in (0, ROUNDING_NATS, -ROUNDING_NATS)]

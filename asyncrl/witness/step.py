@@ -1,4 +1,5 @@
-"""The samples, tokens and advantages that a lease and its masks leave to train, from the metadata of the groups."""
+"""Computes from the metadata of a lease's groups which samples and how many tokens are trained, and their
+advantages."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -28,8 +29,9 @@ class Completion:
 
 
 def trained(completions: Sequence[Completion], *, axes: Axes | None, config: Config) -> list[bool]:
-    """Returns which samples the filters of `algorithm` leave. `axes` are those of the estimator of advantages; None for
-    one of the user's own, whose groups are equal if their total rewards are."""
+    """Returns True for each sample that the filters of `algorithm` keep. `axes` are those of the estimator of
+    advantages. With None, the estimator is the user's own, and the samples of a group count as equal if their total
+    rewards are equal."""
     algorithm, equal = config.algorithm, [False] * len(completions)
     if algorithm.zero_variance == "mask":
         known = _known(completions, config)

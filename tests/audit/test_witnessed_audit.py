@@ -51,8 +51,8 @@ def test_a_run_that_torch_trained_passes_and_all_checks_compare_something(health
 
 
 FAULTS: dict[str, tuple[Faults, str, str]] = {
-    "a sample that its filters leave is not trained": (
-        Faults(untrained_sample=2), "counts", "step 2 trained 4 tokens by its record, and its filters leave 6",
+    "a sample that its filters keep is not trained": (
+        Faults(untrained_sample=2), "counts", "step 2 trained 4 tokens by its record, and its filters keep 6",
     ),
     "log-probs of the start are those of other weights": (
         Faults(wrong_start=2), "rows", "trained token 1 of sample 1 of group 4 in step 2 has the log-prob",

@@ -176,7 +176,7 @@ def test_ray_address_is_stronger_than_what_runs_here(its_ray: Ray, port: int, mo
 @pytest.mark.parametrize("runs", [["b"], ["b", "c"]])
 def test_a_cluster_that_up_started_is_only_for_its_run(runs: list[str], its_ray: Ray, port: int) -> None:
     its_ray.found = heads(*runs, port=port, command="up")
-    with pytest.raises(RunError, match="are of `asyncrl up`, and each is for its own run"):
+    with pytest.raises(RunError, match="was started by another run for itself, so it cannot be joined"):
         cluster.join("auto", namespace="run")
     cluster.join("auto", namespace=runs[-1])
     assert its_ray.asked == [f"127.0.0.1:{port}"]

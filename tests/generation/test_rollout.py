@@ -99,7 +99,9 @@ def test_supports_are_a_column_of_sampled_tokens_and_count_in_the_booked_size() 
 @pytest.mark.fault("F25")
 def test_a_completion_without_a_support_for_each_token_does_not_pass(supports: Any) -> None:
     sampled = dataclasses.replace(completion(4, 5), supports=supports)
-    with pytest.raises(HandshakeError, match=r"must be 3 with generator\.top_k = 3|has 1 supports; every sampled"):
+    with pytest.raises(
+        HandshakeError, match=r"with generator\.top_k = 3 they must have 3|has 1 supports; every sampled"
+    ):
         single_turn([1], sampled, top_k=3)
     single_turn([1], dataclasses.replace(sampled, supports=np.zeros((2, 3), dtype=np.int32)), top_k=3)
 
@@ -111,7 +113,7 @@ async def test_an_engine_that_returns_no_supports_fails_the_group() -> None:
     await engine.load(manifest_of(7), StagedWeights())
     config = load_config([], ["generator.top_k=3"])
     rollouts = Rollouts(config=config, engine=engine, tokenizer=Tokenizer(), scorer=LengthScorer(), replica="a")
-    with pytest.raises(HandshakeError, match="with supports of no tokens"):
+    with pytest.raises(HandshakeError, match=r"supports .* have no tokens; with generator\.top_k = 3"):
         await rollouts.run(TICKET, Attempt())
 
 

@@ -59,7 +59,7 @@ from asyncrl.weights.transports.peers import Peers, Rendezvous
 logger = logging.getLogger(__name__)
 
 PRESENCE_S = 2.0
-"""Seconds that rank 0 waits for replicas that were there. One that is there answers within milliseconds."""
+"""Seconds that rank 0 waits for replicas that answered before. A living replica answers within milliseconds."""
 WAIT_S = 20.0
 """Seconds of one wait at the weight store. It is repeated."""
 PAUSE_S = 1.0
