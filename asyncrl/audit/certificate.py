@@ -168,14 +168,14 @@ def _sha256_of_config(directory: Path) -> str | None:
 def _digests(history: History) -> dict[str, Any]:
     if not history.steps:
         return {}
-    samples = hashlib.sha256()
+    first, last, samples = history.steps[0], history.steps[-1], hashlib.sha256()
     for step in history.steps:
         for group in step.groups:
             for sample in group.samples:
                 samples.update(sample.row.to_bytes(8, sys.byteorder))
     return {
-        "weights_before_the_first_step_xxh3_64": f"{history.steps[0].before:016x}",
-        "weights_after_the_last_step_xxh3_64": f"{history.steps[-1].after:016x}",
+        f"weights_before_the_first_step_{first.digest_kind}_64": f"{first.before:016x}",
+        f"weights_after_the_last_step_{last.digest_kind}_64": f"{last.after:016x}",
         "all_trained_samples_in_order_sha256": samples.hexdigest(),
     }
 

@@ -7,15 +7,16 @@ from pathlib import Path
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from asyncrl.audit.history import Counterexample, History
+from asyncrl.audit.history import Counterexample, History, NotPossible
 from asyncrl.checkpoints.directory import CHECKPOINTS, complete_steps, folder_of, verified
 from asyncrl.checkpoints.run import POLICY, ROWS
 from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.row_checksums import row_checksums
 from asyncrl.errors import CheckpointError
+from asyncrl.learner.audit_records import TrainedStep
 from asyncrl.learner.saving import KeptSteps
-from asyncrl.ranks.digest import combined, tensor_digest
+from asyncrl.ranks.digest import KINDS, combined, tensor_digest
 from asyncrl.run_files import names
 
 
@@ -25,11 +26,8 @@ def chain_holds(history: History) -> str:
     for number, step in enumerate(history.steps):
         if step.step != number:
             raise Counterexample(f"the record of step {step.step} stands where step {number} is expected")
-        if number and (made := history.steps[number - 1].after) != step.before:
-            raise Counterexample(
-                f"step {number} started from weights with the digest {step.before:016x}, but step {number - 1} made "
-                f"{made:016x}"
-            )
+        if number:
+            _check_link(history.steps[number - 1], step)
     published = _check_published(history)
     saved = _check_checkpoints(history)
     _check_kept(history)
@@ -39,25 +37,41 @@ def chain_holds(history: History) -> str:
     )
 
 
+def _check_link(last: TrainedStep, step: TrainedStep) -> None:
+    """Raises Counterexample if a step did not start from the weights that the `last` one made. Compares digests of the
+    kind of the last step: after a restart on another kind of device, a step's own digests are of another kind."""
+    before = step.digests_before.get(last.digest_kind)
+    if before is None:
+        raise Counterexample(
+            f"step {step.step} has a digest of the kind {step.digest_kind} only, and step {last.step} has one of the "
+            f"kind {last.digest_kind}, so nothing shows from which weights step {step.step} started; the first step "
+            "after a restart must have both kinds"
+        )
+    if before != last.after:
+        raise Counterexample(
+            f"step {step.step} started from weights with the digest {before:016x}, but step {last.step} made "
+            f"{last.after:016x}"
+        )
+
+
 def _check_published(history: History) -> int:
     """Compares the published contents of equal weights: of a version, and of the version that a restart began with.
     Returns the number of publications."""
     weights = history.weights()
-    contents: dict[int, tuple[Version, str]] = {}
+    contents: dict[tuple[str, int], tuple[Version, str]] = {}  # by kind and digest
     newest: Version | None = None
     for publication in history.published:
         if newest is not None and publication.version <= newest:
             raise Counterexample(f"version {publication.version} was published after version {newest}")
         newest = publication.version
-        digest = weights.get(publication.version)
-        if digest is None:  # the newest version, from which no step has started yet
-            continue
-        version, content = contents.setdefault(digest, (publication.version, publication.digest))
-        if content != publication.digest:
-            raise Counterexample(
-                f"versions {version} and {publication.version} have equal weights, but were published with the "
-                f"digests {content} and {publication.digest}"
-            )
+        # the newest version, from which no step has started yet, has no digest
+        for digest in weights.get(publication.version, {}).items():
+            version, content = contents.setdefault(digest, (publication.version, publication.digest))
+            if content != publication.digest:
+                raise Counterexample(
+                    f"versions {version} and {publication.version} have equal weights, but were published with the "
+                    f"digests {content} and {publication.digest}"
+                )
     return len(history.published)
 
 
@@ -82,11 +96,11 @@ def _check_checkpoints(history: History) -> int:
             raise Counterexample(f"{path} is a checkpoint of version {manifest.version}, not of step {step}")
         if not history.lineage.has(manifest.version) or step not in digests:
             continue
-        found, wanted = saved_digest(path / POLICY / "weights"), digests[step]
-        if found != wanted:
-            raise Counterexample(
-                f"{path} has weights with the digest {found:016x}, but step {step - 1} made {wanted:016x}"
-            )
+        for kind, wanted in digests[step].items():
+            if (found := saved_digest(path / POLICY / "weights", kind)) != wanted:
+                raise Counterexample(
+                    f"{path} has weights with the digest {found:016x}, but step {step - 1} made {wanted:016x}"
+                )
         _check_rows(path / ROWS, rows)
         compared += 1
     return compared
@@ -96,9 +110,10 @@ def _check_kept(history: History) -> None:
     """Compares the weights that the run kept (`audit.keep_weights`) with the chain."""
     kept, weights = KeptSteps(history.directory), history.weights()
     for version in kept.versions():
-        path, wanted = kept.weights_path(version), weights.get(version)
-        if wanted is not None and (found := saved_digest(path)) != wanted:
-            raise Counterexample(f"{path} has the digest {found:016x}, but version {version} has {wanted:016x}")
+        path = kept.weights_path(version)
+        for kind, wanted in weights.get(version, {}).items():
+            if (found := saved_digest(path, kind)) != wanted:
+                raise Counterexample(f"{path} has the digest {found:016x}, but version {version} has {wanted:016x}")
 
 
 def _check_rows(folder: Path, trained: dict[str, list[int]]) -> None:
@@ -109,18 +124,26 @@ def _check_rows(folder: Path, trained: dict[str, list[int]]) -> None:
             raise Counterexample(f"{path} has other rows of group {path.stem} than those that were trained")
 
 
-def saved_digest(weights: Path) -> int:
-    """Returns the digest of the weights that ranks saved in the folder `weights` (`asyncrl.ranks.shard_files`)."""
-    return combined(_parts(weights / "state"))
+def saved_digest(weights: Path, kind: str) -> int:
+    """Returns the digest of a kind of the weights that ranks saved in the folder `weights`
+    (`asyncrl.ranks.shard_files`). Raises NotPossible for a kind that this version of asyncrl does not have."""
+    check_kind(kind)
+    return combined(_parts(weights / "state", kind))
 
 
-def _parts(state: Path) -> Iterable[int]:
+def check_kind(kind: str) -> None:
+    """Raises NotPossible for a kind of digest that this version of asyncrl does not have."""
+    if kind not in KINDS:
+        raise NotPossible(f"the run has digests of the kind {kind!r}, and this version of asyncrl has {KINDS}")
+
+
+def _parts(state: Path, kind: str) -> Iterable[int]:
     for path in _tensor_files(state):
         with safe_open(path, framework="pt") as file:
             places = json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
             for name in file.keys():  # noqa: SIM118 - the file is no mapping
                 start = places.get(name, {}).get("saved_offsets", [0])
-                yield tensor_digest(name, file.get_tensor(name), start=start[0] if start else 0)
+                yield tensor_digest(name, file.get_tensor(name), start=start[0] if start else 0, kind=kind)
 
 
 def _tensor_files(folder: Path) -> list[Path]:

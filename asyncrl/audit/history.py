@@ -100,22 +100,26 @@ class History:
         if not self.steps:
             raise NotPossible("no step was trained yet")
 
-    def weights(self) -> dict[Version, int]:
-        """Returns the digest of each version's weights, also of lost ones. Raises Counterexample if two steps disagree
-        about a version."""
-        found: dict[Version, int] = {}
+    def weights(self) -> dict[Version, dict[str, int]]:
+        """Returns the digests of each version's weights by kind, also of lost ones. Raises Counterexample if two steps
+        disagree about a version."""
+        found: dict[Version, dict[str, int]] = {}
         for step in (*self.lost, *self.steps):
-            for version, digest in ((Version(step.incarnation, step.step), step.before), (step.made, step.after)):
-                if found.setdefault(version, digest) != digest:
-                    raise Counterexample(
-                        f"version {version} has two digests, {found[version]:016x} and {digest:016x}: a step did not "
-                        "start from the weights that the step before it made"
-                    )
+            first, made = Version(step.incarnation, step.step), {step.digest_kind: step.after}
+            for version, digests in ((first, step.digests_before), (step.made, made)):
+                known = found.setdefault(version, dict(digests))
+                for kind, digest in digests.items():
+                    if known.setdefault(kind, digest) != digest:
+                        raise Counterexample(
+                            f"version {version} has two digests, {known[kind]:016x} and {digest:016x}: a step did not "
+                            "start from the weights that the step before it made"
+                        )
         return found
 
-    def digests(self) -> dict[int, int]:
-        """Returns the digest of the weights after each number of surviving steps."""
-        return {step.step: step.before for step in self.steps} | {step.step + 1: step.after for step in self.steps}
+    def digests(self) -> dict[int, dict[str, int]]:
+        """Returns the digests of the weights by kind, after each number of surviving steps."""
+        before = {step.step: step.digests_before for step in self.steps}
+        return before | {step.step + 1: {step.digest_kind: step.after} for step in self.steps}
 
 
 def read_history(directory: Path) -> History:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import ray
 import torch
 
+from asyncrl.audit.chain import check_kind
 from asyncrl.audit.history import Counterexample, History, NotPossible
 from asyncrl.audit.kept_batches import check_same_settings, kept_batch, kept_steps
 from asyncrl.buffer.records import Lease
@@ -95,6 +96,8 @@ def _check_same_conditions(history: History, config: Config) -> None:
                     "installed here"
                 )
     check_same_settings(history)
+    for kind in {step.digest_kind for step in history.steps}:
+        check_kind(kind)
 
 
 @contextmanager
@@ -119,7 +122,7 @@ def _replay(
     policy: TQPolicy, config: Config, steps: Sequence[TrainedStep], batches: Sequence[tuple[Lease, BatchedDataDict]]
 ) -> None:
     """Trains the steps again, and compares every result. Raises Counterexample at the first difference."""
-    start = combined(policy.ranks.call(PolicyWorker.weights_digest))
+    start = combined(policy.ranks.call(PolicyWorker.weights_digest, steps[0].digest_kind))
     if start != steps[0].before:
         raise NotPossible(
             f"the run began with weights of the digest {steps[0].before:016x}, but the model at model.path = "
@@ -135,6 +138,7 @@ def _replay(
             raise Counterexample(f"step {step.step} masks other samples when its filters are applied again")
         generated = {name: rows[name] for name in (*GENERATED_FIELDS, *extra)}
         policy.dp_client.put_samples(meta.sample_ids, TRAIN_PARTITION, fields=BatchedDataDict(generated))
+        policy.ranks.call(PolicyWorker.use_digest, step.digest_kind)
         report, _ = asyncio.run(stages.train(meta, samples, step=lease.step))
         results: Mapping[str, tuple[Any, Any]] = {
             "the weights before it": (step.before, report.weights_before),

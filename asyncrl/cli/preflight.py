@@ -255,7 +255,8 @@ def model_directory(config: Config) -> Path | None:
 def model_files(config: Config) -> Path | None:
     """Returns the folder of the model's files on this machine.
 
-    None if a tiny model is not built yet, or if a model of the Hugging Face Hub is not in the cache.
+    None if a local folder has no `config.json`, for example because a tiny model is not built yet, or if a model of the
+    Hugging Face Hub is not in the cache.
     """
     path = model_directory(config)
     if path is not None:

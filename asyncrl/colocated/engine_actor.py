@@ -110,11 +110,11 @@ class EngineActor:
 
     @asynccontextmanager
     async def _update(self) -> AsyncIterator[VLLMEngine]:
-        """Runs one weight update at a time, in the block.
+        """A context for one weight update, which the body makes. Waits until no other update runs.
 
-        Ends the engine when the update takes longer than `weights.load_timeout_s`. If the engine has got only a part of
-        the new weights, it stays paused. So this aborts its running requests, which would otherwise wait for the next
-        update.
+        Ends the engine when the body takes longer than `weights.load_timeout_s`. After TornReplica the engine has only
+        a part of the new weights and stays paused. Then its running requests are aborted, because they would wait until
+        the next update.
         """
         engine = self._started()
         async with self._updating:

@@ -536,6 +536,10 @@ class LearnerSection(Section):
     """How often the ranks exchange gradients. `update`: once for each optimizer update; each rank adds up the gradients
     of its micro-batches, which takes the memory of all gradients in float32 on each rank. `micro_batch`: after each
     micro-batch, so that a rank only keeps the gradients of its own shard; slower."""
+    weights_digest: Literal["xxh3", "multilinear"] = "xxh3"
+    """How ranks compute the digest of their weights, which each step records for the audit. `xxh3`: on the CPU. With
+    GPUs each step copies all weights to the host, which was 44 to 84 % of a step. `multilinear`: where the weights are;
+    on a CPU four times as slow. It becomes the default on GPUs once a run on a GPU is recorded."""
     optimizer: OptimizerSection = OptimizerSection()
     """The AdamW optimizer and its learning-rate schedule."""
     max_nonfinite_steps: PositiveInt = 3
@@ -970,8 +974,9 @@ class Config(Section):
 def sections(
     section: type[BaseModel] = Config, path: KeyPath = (), *, of_lists: bool = True
 ) -> Iterator[tuple[KeyPath, type[BaseModel]]]:
-    """Yields each section of the schema with its path, depth first, beginning with the root. `of_lists`: also those of
-    which a list or a mapping by names has any number."""
+    """Yields (path, class) of each section of the schema, depth first, beginning with the root. With `of_lists`, also
+    yields the sections that are elements of a list or values of a mapping. Their path is that of the list or mapping.
+    """
     yield path, section
     for name, field in section.model_fields.items():
         if get_origin(field.annotation) in (list, dict) and not of_lists:

@@ -95,7 +95,8 @@ class Clearing:
         self._in_background(self._sweep_rows(self._buffer.without_slot), name="sweep rows")
 
     def tick(self, now_s: float) -> None:
-        """Clears the partial generations that became unneeded, and searches for others every `SWEEP_EVERY_S`."""
+        """Clears the partial generations that became unneeded. Every `SWEEP_EVERY_S`, also searches all stored rows and
+        partial generations for those that no group needs, and clears them."""
         unneeded = self._buffer.take_unneeded_prefixes()
         if unneeded and self._prefixes is not None:
             self._in_background(self._cleared(unneeded, self._prefixes), name="clear prefixes")

@@ -201,11 +201,12 @@ class Waiting:
         wait_s: float,
         role: Role | None = None,
     ) -> Answer:
-        """Calls `ask` again at each wake-up, until its answer is final or `wait_s` seconds have passed.
+        """Calls `ask` at once and at each wake-up, until its answer is final. Calls it a last time after `wait_s`
+        seconds. Returns the last answer.
 
-        `enter` returns the waiter of the call if it has to wait. Returns the last answer. There is no `await` between
-        that call of `ask` and the return, so a cancelled wait never loses an answer. A wait counts in the metrics as a
-        wait of `role`, if there is one.
+        `enter` is called only if the call has to wait, and returns its waiter. There is no `await` between the last
+        call of `ask` and the return, so a cancelled wait never loses an answer. If `role` is not None, the metrics
+        count the wait as one of this role.
         """
         started_s = self._clock()
         answer = ask()

@@ -45,7 +45,8 @@ class LightTokenizer:
 
     @property
     def added_tokens_decoder(self) -> dict[int, Any]:
-        """The tokens that are not learned from text, by their ids, as transformers calls them."""
+        """The tokens that were added to the vocabulary learned from text, by their ids. The name is that of
+        transformers."""
         found: dict[int, Any] = self._core.get_added_tokens_decoder()
         return found
 

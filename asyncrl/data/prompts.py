@@ -136,8 +136,8 @@ def format_prompt(template: str, task: Task) -> str:
 
 
 def apply_template(template: str, tasks: Sequence[Task]) -> list[Task]:
-    """Returns the same tasks, with their prompts made by `format_prompt`. Raises ConfigError for a template with other
-    text than the question, if a task has messages."""
+    """Returns copies of the tasks with prompts made by `format_prompt`. A task that has messages stays as it is. If
+    there is such a task, raises ConfigError for any template but `{question}`."""
     if template != "{question}" and (chat := next((task for task in tasks if task.messages), None)) is not None:
         key = "data.prompt_template"
         raise ConfigError(

@@ -326,11 +326,11 @@ def _is_copy(directory: Path, info: RunInfo) -> bool:
 
 
 def stray_processes() -> tuple[list[str], list[str]]:
-    """Describes this user's Ray daemons, and vLLM engines whose parent process is gone. They may belong to a run of
-    another folder, or to another program.
+    """Returns descriptions of this user's Ray daemons, and of this user's vLLM engines that have lost their parent
+    process. They may belong to a run of another folder, or to another program.
 
-    A description has the pids, the working directory, the start time, and the command of the parent process. Daemons of
-    one parent have one description.
+    A description has the pids, the working directory, the start time, and the command of the parent process if it still
+    runs. Daemons of one parent have one description.
     """
     ray: dict[tuple[str, str], list[str]] = {}
     engines = []

@@ -88,9 +88,9 @@ def run_until_done(
 ) -> Result:
     """Runs `main(stop)` and returns its result. The first SIGTERM, SIGINT or SIGHUP calls `asked` and sets `stop`.
 
-    A second SIGTERM or SIGINT calls each function of `at_once` and then exits the process. A closed terminal sends
-    SIGHUP. It never counts as the second signal, because the kernel and the shell may both send one. If the process was
-    started with SIGHUP ignored (`nohup`), SIGHUP stays ignored.
+    The second SIGTERM or SIGINT calls each function of `at_once` and then exits the process. SIGHUP, which a closed
+    terminal sends, does not count for this, neither as the first signal nor as the second: the kernel and the shell may
+    both send one. If the process was started with SIGHUP ignored (`nohup`), SIGHUP stays ignored.
 
     `main` runs in a thread of its own, and the calling thread, which must be the main thread, handles the signals. So
     they are handled too while `main` blocks its event loop: starting Ray and importing torch take seconds.

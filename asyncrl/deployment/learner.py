@@ -226,7 +226,7 @@ class LearnerDeployment:
         await leave_run(handles.coordinator, handles.deployment, namespace=self._config.run.name)
 
     async def _serve_end(self, server: MetricsServer, grace: "asyncio.Future[None]") -> None:
-        """Serves until the clients of the HTTP discovery have received the empty list, but not beyond the grace."""
+        """Serves until the clients of the HTTP discovery have received the empty list, or until `grace` is done."""
         if not self._failure:
             async with running(server.told(since_s=self._ended_s)) as told:
                 await asyncio.wait([told, grace], return_when=asyncio.FIRST_COMPLETED)

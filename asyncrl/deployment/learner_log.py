@@ -53,8 +53,8 @@ class LearnerLog(RecordSink):
         return self.steps[-1].version_after if self.steps else 0
 
     def best_steps(self, steps: Sequence[int], *, running: Callable[[], int | None]) -> set[int]:
-        """Returns the best of the checkpoints after `steps` (`checkpoint.keep_best`), and those whose evaluation may
-        still run. `running` returns the step of the evaluation that runs."""
+        """Returns the steps among `steps` whose checkpoints have the best evaluations, `checkpoint.keep_best` of them,
+        and the step whose evaluation runs now. `running` returns this step; None if no evaluation runs."""
         if not self._keep_best:
             return set()
         best = {record.step for record in best_first(self.evals, steps, name=self._best_eval)[: self._keep_best]}

@@ -1,8 +1,8 @@
 """Tasksets of the package verifiers, as an environment of several turns.
 
 verifiers 0.4 needs other versions of openai and mcp than vLLM, so it runs in an interpreter of its own
-(`own_interpreter.py`). There it plays the episodes of a scoring process (`verifiers_program.py`), and calls the model
-with the URL and the key of each session.
+(`own_interpreter.py`). Each scoring process has one such interpreter, in which `verifiers_program.py` plays its
+episodes. The program calls the model with the URL and the key of each session.
 """
 
 from collections.abc import Mapping, Sequence

@@ -227,8 +227,12 @@ class PrefixKeeper:
             return []
 
     def sampled(self, ticket: Ticket, sampled: Sampled, *, continued: Sequence[PartialCompletion]) -> None:
-        """Stores the group in the background if it has grown enough and no earlier put of it runs. `continued` is the
-        prefix of the attempt."""
+        """Stores the tokens of the group in the background.
+
+        Does nothing while an earlier call still stores this group, or if no sample has grown by
+        `generator.persist_every_tokens` tokens since the last time. `continued` has the partial completions with which
+        the attempt began.
+        """
         if not self._every_tokens or ticket.key in self._puts:
             return
         before = self._lengths.get(ticket.key) or [len(sample.token_ids) for sample in continued]

@@ -92,7 +92,9 @@ class TrainedStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """A step that was acked. It made version `step` + 1 of its incarnation.
 
     `before` and `after` are the digests of the weights, as the ranks measured them at the start and at the end of the
-    step (`asyncrl.ranks.digest`). `token_staleness` is the ranks' count of trained tokens by age: entry s counts the
+    step (`asyncrl.ranks.digest`), of the kind `digest_kind`. In the first step after a start from a checkpoint,
+    `before_by_kind` has `before` in the other kinds, because the step that the checkpoint follows may have been trained
+    on another kind of device. `token_staleness` is the ranks' count of trained tokens by age: entry s counts the
     tokens that are s versions old. `ledger` is of the moment of the ack. `filtered` are the groups that were left out
     since the step before (`algorithm.zero_variance: resample`). `line` is the xxh3-64 of the step's line in
     steps.jsonl, without its newline; None if an earlier version of asyncrl trained the step.
@@ -109,6 +111,13 @@ class TrainedStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     ledger: LedgerEntry
     filtered: tuple[FilteredGroup, ...] = ()
     line: int | None = None
+    digest_kind: str = "xxh3"
+    before_by_kind: dict[str, int] = {}
+
+    @property
+    def digests_before(self) -> dict[str, int]:
+        """The digests of the weights at the start of the step, by kind."""
+        return {**self.before_by_kind, self.digest_kind: self.before}
 
     @property
     def made(self) -> Version:

@@ -494,6 +494,8 @@ def trained_step(
         ledger=ledger,
         filtered=lease.filtered,
         line=xxhash.xxh3_64_intdigest(line),
+        digest_kind=report.digest_kind,
+        before_by_kind=dict(report.weights_before_by_kind),
     )
 
 

@@ -285,18 +285,20 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
 class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout in full, as it was trained at `step`.
 
-    `row` is the number of the task's row in its dataset, `part` the part of `data.mixture`, and `metadata` what the
-    reward got beside question and answer. `scored` is the text that the reward of an episode with tools got: the last
-    answer, with any calls of tools in it. It is None for other samples: the reward of one answer got `completion`, and
-    an agent of the user's own computes the reward itself. `rendered_prompt` is the prompt as the model got it, with
+    `row` is the number of the task's row in its dataset, and `part` the name of its part of `data.mixture`.
+    `metadata` has the other data of the task, which the reward function received with the question and the answer.
+    `scored` is the text that the reward function of an episode with tools received: the last answer, with any calls of
+    tools in it. It is None for other samples: for a single answer, the reward function received `completion`, and an
+    agent that the user wrote computes the reward itself. `rendered_prompt` is the prompt as the model received it, with
     special tokens and the chat template. `components` has the components of the reward by name, if it has any. `tokens`
     has the text of each completion token. `version_spans` has pairs (step of the weights, number of completion tokens
-    that these weights generated), in the order of the tokens. `turns` has pairs (tokens that were read, tokens that
-    were then sampled) of the completion; empty if all of it was sampled. `forks` has the places of the completion
-    tokens at which a further branch of the episode begins. `trained_spans` has pairs (whether the loss includes these
-    tokens, number of completion tokens) in the order of the tokens. `staleness_versions` is the staleness of the oldest
-    token at `step`. With `learner.logprobs_logged`, `generation_logprobs` has the engine's log-prob of each completion
-    token, in nats. `prev_logprobs` then has the log-probs of the policy before the step, if the objective reads them.
+    that these weights generated), in the order of the tokens, without the tokens that were read. `turns` has pairs
+    (tokens that were read, tokens that were then sampled) of the completion; empty if all of it was sampled. `forks`
+    has, for each branch of the episode after the first one, the index of its first completion token. `trained_spans`
+    has pairs (whether the loss includes these tokens, number of completion tokens) in the order of the tokens.
+    `staleness_versions` is the staleness of the oldest token at `step`. With `learner.logprobs_logged`,
+    `generation_logprobs` has the engine's log-prob of each completion token, in nats. `prev_logprobs` then has the
+    log-probs of the policy before the step, if the objective reads them.
     """
 
     step: int

@@ -122,8 +122,8 @@ def forks(branch_ids_S: torch.Tensor) -> tuple[int, ...]:
 
 
 def turns(versions: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Returns the turns of an episode after its prompt: pairs of the number of tokens that it read, and the number that
-    the model then sampled. A token that was read has no version.
+    """Returns the turns of an episode after its prompt: pairs of the number of tokens that the model read (from a tool
+    or a user), and the number of tokens that it then sampled. A token that was read has no version.
 
     >>> turns([3, 3, NO_VERSION, 4])
     ((0, 2), (1, 1))

@@ -501,7 +501,8 @@ class GeneratorMetrics(ProcessMetrics):
             self._instruments.observe(catalogue.Weights.weight_load_seconds, seconds, phase=phase)
 
     def broadcast(self, *, outcome: str, bytes: int, duration_s: float) -> None:
-        """Records a broadcast of weights: what it was for this replica, and the bytes that arrived."""
+        """Records a broadcast of weights: its outcome for this replica (`received`, `missed` or `absent`), the bytes
+        that arrived here, and the duration, unless the replica was absent."""
         self._instruments.add(catalogue.Weights.weight_broadcasts_total, 1, outcome=outcome)
         self._instruments.add(catalogue.Weights.weight_broadcast_bytes_total, bytes)
         if outcome != "absent":

@@ -166,7 +166,7 @@ class PolicyWorker(RankWorker[LossFunction]):
             return
         with self._as_reference() as model:
             first = self._first_digest  # None: an adapter that is switched off
-            is_initial = first is None or first == model_digest(model, rank=self.rank, frozen=True)
+            is_initial = first is None or first == self._reference_digest(model)
             witness.compare_reference(update.parts, model, is_initial=is_initial, device=self._device)
 
     def _weights_changed(self) -> None:
@@ -225,8 +225,11 @@ class PolicyWorker(RankWorker[LossFunction]):
         """Returns the initial weights, sharded like the live ones. The first call loads them."""
         if self._first_weights is None:
             self._first_weights = frozen(self._loaded(self._model_path), accelerator=self._accelerator)
-            self._first_digest = model_digest(self._first_weights, rank=self.rank, frozen=True)
+            self._first_digest = self._reference_digest(self._first_weights)
         return self._first_weights
+
+    def _reference_digest(self, model: torch.nn.Module) -> int:
+        return model_digest(model, rank=self.rank, kind=self.config.learner.weights_digest, frozen=True)
 
     def _scored_logprobs(
         self,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from asyncrl.algorithms.diagnostics import MetricSums, adds_up, merge_metrics
-from asyncrl.ranks.digest import combined
+from asyncrl.ranks.digest import XXH3, combined
 from asyncrl.weights.parity import Differences
 from asyncrl.witness.judge import Finding, worst
 
@@ -23,9 +23,9 @@ Number = TypeVar("Number", int, float)
 class StepReport:
     """The results of one step, over all ranks.
 
-    `skipped` is true if no update was applied because each one was non-finite on some rank (F21). A step without a
-    trained token applies no update either, but it does not count as skipped. In eval mode, the report has the numbers
-    that training would have reported.
+    `skipped` is true if no update was applied, because the loss or the gradient norm of every update was not finite on
+    some rank (F21 in docs/faults.md). A step without a trained token has no update, and does not count as skipped. Eval
+    mode applies no update: `updates_applied` then counts the updates with a finite loss, and `grad_norm` is 0.
     """
 
     skipped: bool = False
@@ -68,6 +68,10 @@ class StepReport:
     """Digest of the weights at the start of the step (`asyncrl.ranks.digest`)."""
     weights_after: int = 0
     """Digest of the weights after the step."""
+    weights_before_by_kind: Mapping[str, int] = field(default_factory=dict)
+    """The other kinds of the digest `weights_before`, in the first step after weights were loaded; else empty."""
+    digest_kind: str = XXH3
+    """Kind of the digests."""
     findings: Mapping[str, Finding] = field(default_factory=dict)
     """The findings of the witness, the worst of each check by its name."""
 
@@ -131,9 +135,9 @@ class RankRecord:
     `real_tokens` is the number of tokens of the rows. `passed_tokens` went through the rank's model: more with padding,
     fewer where packed rows share a prefix. `seconds` are by stage.
     `model_flops` and `peak_flops_per_s` are as in `StepReport`, for this rank. `gpu_memory_bytes` is the most memory
-    that its tensors took on its GPU since the step before; None on a CPU. `weights_before` and `weights_after` are
-    the rank's parts of the digests. `findings` are what the witness found on this rank, the worst of each check and
-    update.
+    that its tensors took on its GPU since the step before; None on a CPU. `weights_before`, `weights_after` and
+    `weights_before_by_kind` are the rank's parts of the digests. `findings` are what the witness found on this rank,
+    the worst of each check and update.
     """
 
     plans: tuple[UpdatePlan, ...]
@@ -150,6 +154,8 @@ class RankRecord:
     gpu_memory_bytes: int | None = None
     weights_before: int = 0
     weights_after: int = 0
+    weights_before_by_kind: Mapping[str, int] = field(default_factory=dict)
+    digest_kind: str = XXH3
     findings: tuple[Finding, ...] = ()
 
 
@@ -210,6 +216,11 @@ def step_report(ranks: Sequence[RankRecord]) -> StepReport:
         peak_flops_per_s=_total([rank.peak_flops_per_s for rank in ranks]),
         weights_before=combined(rank.weights_before for rank in ranks),
         weights_after=combined(rank.weights_after for rank in ranks),
+        weights_before_by_kind={
+            kind: combined(rank.weights_before_by_kind[kind] for rank in ranks)
+            for kind in ranks[0].weights_before_by_kind
+        },
+        digest_kind=ranks[0].digest_kind,
         findings=worst([finding for rank in ranks for finding in rank.findings]),
     )
 

@@ -361,9 +361,9 @@ class UpdateWitness:
                 yield sequence, logprobs
 
     def _compare_rows(self, apart: Mapping[str, Sequence[float]]) -> None:
-        """Adds a finding for each policy: do the log-probs with which the drawn rows of all ranks were trained agree
-        with those of the plain second pass? `apart` has this rank's absolute differences, in nats, by policy. A
-        collective."""
+        """Adds one finding for each policy: whether the log-probs that trained the drawn rows of all ranks agree with
+        those of the plain second pass. `apart` has this rank's absolute differences, in nats, by policy: the current
+        one (""), that of the step's start, and the reference. A collective."""
         found = self._ranks.gather({policy: Differences.of(values) for policy, values in apart.items()})
         for policy in dict.fromkeys(policy for own in found for policy in own):
             differences = sum((own[policy] for own in found if policy in own), Differences())

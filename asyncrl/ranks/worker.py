@@ -39,7 +39,7 @@ from asyncrl.errors import CallRefused, LossFailed, Offloaded, WitnessFailed
 from asyncrl.ranks.accelerator import forget_accelerator, make_accelerator, with_present_layers
 from asyncrl.ranks.batching import empty_micro_batch, row_lengths, staleness_counts, tokens_passed
 from asyncrl.ranks.collectives import Collectives, on_all_ranks
-from asyncrl.ranks.digest import combined, digests_by_tensor, model_digest
+from asyncrl.ranks.digest import KINDS, StepDigests, combined, model_digest
 from asyncrl.ranks.loss_pass import LossT, MicroBatchOutcome, UpdateContext
 from asyncrl.ranks.plan import BatchingPlan, PlannedUpdate, check_columns, planned_updates, required_columns
 from asyncrl.ranks.report import RankRecord, UpdateOutcome
@@ -92,6 +92,9 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         """The live model and its optimizer, with this rank's shards. Functions of `RankGroup.call` may read them."""
         self._placement = Placement(self.model, self.optimizer.optimizer, device=self._device)
         self._state = ShardedState(self.model, self.optimizer.optimizer, group=self._checkpoints, saving=self._saving)
+        kind = learner.weights_digest
+        self._digests = StepDigests(self.model, self.optimizer.optimizer, rank=rank, kind=kind)
+        self._just_loaded = False  # whether weights were loaded since the last update
         self.train_calls = 0
         """Number of `train` calls, which the learning-rate schedule counts. A checkpoint of the optimizer has it."""
         self._updates = 0  # number of updates that the optimizer has applied
@@ -185,9 +188,13 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             data, nonfinite_tokens = self._prepared(data, loss_fn, step=step, updates=updates, eval_mode=eval_mode)
             cuts = plan.updates(data, rows_per_update=rows_per_update)
         planned = planned_updates(cuts, gather=self.gather)
+        # torch does not count every write (`StepDigests`): so witnessed steps compute this one too, and all steps of a
+        # run that has no witnessed ones
+        before = self._digests.now(anew=witness is not None or not self.config.witness.every_steps)
+        other_kinds = [kind for kind in KINDS if self._just_loaded and kind != self._digests.kind]
+        before_by_kind = {kind: self.weights_digest(kind) for kind in other_kinds}
         if witness is not None and (eval_mode or any(self.gather(nonfinite_tokens))):
             witness = None
-        before = digests_by_tensor(self.model, rank=self.rank)
         configured, findings = loss_fn, list[Finding]()
         with timer.time("log_probs"):
             loss_fn = self._step_loss(loss_fn, planned)
@@ -200,7 +207,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         outcomes = self._run_updates(
             planned, loss_fn=loss_fn, step=step, eval_mode=eval_mode, timer=timer, witness=witness
         )
-        after = before if eval_mode else digests_by_tensor(self.model, rank=self.rank)
+        after = before if eval_mode else self._digests.now(anew=True)
         run = [i for i, update in enumerate(planned) if update.plan.tokens > 0]
         passed = [part for i in run for part in planned[i].parts]
         real_tokens, passed_tokens = tokens_passed(passed, packed=self._packed)
@@ -225,6 +232,8 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             gpu_memory_bytes=gpu_memory_bytes(self._device),
             weights_before=combined(before.values()),
             weights_after=combined(after.values()),
+            weights_before_by_kind=before_by_kind,
+            digest_kind=self._digests.kind,
             findings=tuple(findings),
         )
 
@@ -233,9 +242,16 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         call that applied an update. None if there was none since the start or the last load. Not a collective."""
         return self._trained_step
 
-    def weights_digest(self) -> int:
-        """Returns this rank's part of the digest of the weights (`asyncrl.ranks.digest`). Not a collective."""
-        return model_digest(self.model, rank=self.rank)
+    def weights_digest(self, kind: str | None = None) -> int:
+        """Returns this rank's part of the digest of the weights (`asyncrl.ranks.digest`), by default of the kind that
+        the steps have. Not a collective."""
+        return model_digest(self.model, rank=self.rank, kind=kind or self._digests.kind)
+
+    def use_digest(self, kind: str) -> None:
+        """Lets the next steps have digests of a kind that `learner.weights_digest` does not name, to compare them with
+        recorded ones. Not a collective."""
+        self._digests.kind = kind
+        self._digests.forget()
 
     def _run_updates(
         self,
@@ -277,6 +293,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         finally:
             if self._updates > updates_before:
                 self._trained_step = None if step is None else step + 1
+                self._just_loaded = False
                 self._weights_changed()
         if not eval_mode and (not outcomes or any(outcome.finite for outcome in outcomes)):
             self.train_calls += 1
@@ -451,6 +468,8 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             self.train_calls = train_calls
             self._optimizer_steps = max((int(state["step"]) for state in self.optimizer.state.values()), default=0)
         self._trained_step = None
+        self._just_loaded = True
+        self._digests.forget()
         self._weights_changed()
 
     # -- memory ---------------------------------------------------------------------------------------------------

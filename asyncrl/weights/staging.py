@@ -114,10 +114,13 @@ class StagedWeights:
         return parts
 
     async def stage(self, manifest: Manifest, fetch: Fetch) -> None:
-        """Stages a version, and keeps it in place until `release`. Fetches the parts that are missing, one after the
-        other, and verifies each in its place. The next one is fetched meanwhile.
+        """Stages a version. No replica of the node changes it until `release`.
 
-        Raises FetchFailed if there is no memory, WeightsDamaged, and the errors of `fetch`. Then nothing is kept.
+        Fetches one missing part at a time. While a part is put into the buffer and verified there, the next one is
+        fetched.
+
+        Raises FetchFailed if there is no memory, WeightsDamaged, and the errors of `fetch`. Then it has called
+        `release`. The verified parts stay in the node's memory for the next call, unless another replica changes them.
         """
         nbytes = manifest.flat_bytes
         if self._pointer is None:

@@ -36,7 +36,7 @@ from asyncrl.learner.saving import Checkpoints, KeptSteps
 from asyncrl.learner.step import Stages
 from asyncrl.learner.trained_prompts import TrainedPrompts
 from asyncrl.ranks.batching import staleness_counts, without_stale
-from asyncrl.ranks.digest import tensor_digest
+from asyncrl.ranks.digest import KINDS, XXH3, tensor_digest
 from asyncrl.ranks.named_rows import LIMIT, MASKS_STALE
 from asyncrl.witness.judge import Request
 
@@ -52,17 +52,18 @@ class Killed(Exception):
 
 
 class AuditedTrainer(FakeTrainer):
-    """A trainer with weights: it reports their digests and the ages of its tokens, and saves and loads them."""
+    """A trainer with weights: it reports their digests of a kind and the ages of its tokens, and saves and loads
+    them."""
 
-    def __init__(self, scene: "AuditedRun") -> None:
+    def __init__(self, scene: "AuditedRun", *, kind: str) -> None:
         super().__init__(scene.clock)
+        self.kind, self.has_loaded = kind, False
         self.weights = torch.arange(12, dtype=torch.float32).reshape(4, 3)
         self.killed_at: int | None = None
         self.skips_at: int | None = None
 
-    @property
-    def digest(self) -> int:
-        return tensor_digest("w", self.weights)
+    def digest(self, kind: str | None = None) -> int:
+        return tensor_digest("w", self.weights, kind=kind or self.kind)
 
     def train_from_meta(
         self,
@@ -85,12 +86,14 @@ class AuditedTrainer(FakeTrainer):
         tags = meta.tags or []
         limits, masks = [each[LIMIT] for each in tags], [each.get(MASKS_STALE, False) for each in tags]
         rows = without_stale(self.client.get_data(meta, columns), step=step, limits=limits, masks=masks)
-        before, ages = self.digest, staleness_counts(rows, step=step)
+        before, ages = self.digest(), staleness_counts(rows, step=step)
+        others = {kind: self.digest(kind) for kind in KINDS if self.has_loaded and kind != self.kind}
+        self.has_loaded = False
         self.weights = self.weights + step + rows["input_ids"].sum()
         counts = tuple(ages.get(age, 0) for age in range(max(ages) + 1))
         report = trained(
             loss=step / 7, token_staleness=counts, trained_tokens=sum(counts), on_policy_tokens=counts[0],
-            weights_before=before, weights_after=self.digest,
+            weights_before=before, weights_after=self.digest(), weights_before_by_kind=others, digest_kind=self.kind,
             trained_samples=int(trained_mask(rows).any(dim=1).sum()),
         )  # fmt: skip
         return {"report": report}
@@ -114,7 +117,7 @@ class AuditedTrainer(FakeTrainer):
         (path / "config.json").write_text("{}")
 
     def load_checkpoint(self, weights_path: Path, optimizer_path: Path) -> None:
-        self.weights = load_file(weights_path / STATE)["w"]
+        self.weights, self.has_loaded = load_file(weights_path / STATE)["w"], True
 
 
 class AuditedRun(Scene):
@@ -130,6 +133,7 @@ class AuditedRun(Scene):
         resample: bool = False,
         name: str = "audited",
         total_steps: int = 6,
+        kind: str = XXH3,
     ) -> None:
         run = {"dir": str(folder), "name": name}
         learner = {"total_steps": total_steps, "groups_logged": 0}
@@ -142,7 +146,7 @@ class AuditedRun(Scene):
             audit={"keep_weights": "all" if keep_weights else "none"},
             algorithm={"zero_variance": "resample" if resample else "keep"},
         )
-        self.trainer: AuditedTrainer = AuditedTrainer(self)
+        self.trainer: AuditedTrainer = AuditedTrainer(self, kind=kind)
         self.run_dir = RunDir.create(self.config)
         packages = {"torch": "2"}
         self.contents: dict[Version, str] = {}
@@ -213,7 +217,7 @@ class AuditedRun(Scene):
 
     async def publish(self, version: Version) -> None:
         """Notes the digest of the weights that a publication begins with."""
-        self.contents[version] = f"{self.trainer.digest:x}"
+        self.contents[version] = f"{self.trainer.digest(XXH3):x}"
         await self.publish_weights(version)
 
     async def deliver(self, version: Version, *, replica: str = "a") -> None:
@@ -249,9 +253,10 @@ async def record(
     max_staleness: int = 1,
     keep_weights: bool = False,
     resample: bool = False,
+    kind: str = XXH3,
 ) -> Path:
     """Runs or resumes the run in `folder`, until its last step or until `killed_at`. Returns its directory."""
-    run = AuditedRun(folder, max_staleness=max_staleness, keep_weights=keep_weights, resample=resample)
+    run = AuditedRun(folder, max_staleness=max_staleness, keep_weights=keep_weights, resample=resample, kind=kind)
     run.trainer.killed_at, run.trainer.skips_at = killed_at, skips_at
     await run.start()
     with contextlib.suppress(Killed), run.run_dir:
@@ -261,10 +266,11 @@ async def record(
     return run.run_dir.path
 
 
-async def record_killed_run(folder: Path, *, keep_weights: bool = False) -> Path:
-    """Records a run of six steps that is killed at step 3 and resumed from step 2. It skips one step."""
-    await record(folder, killed_at=3, skips_at=1, keep_weights=keep_weights)
-    return await record(folder, keep_weights=keep_weights)
+async def record_killed_run(folder: Path, *, keep_weights: bool = False, kinds: tuple[str, str] = (XXH3, XXH3)) -> Path:
+    """Records a run of six steps that is killed at step 3 and resumed from step 2. It skips one step. Its two starts
+    have digests of these `kinds`."""
+    await record(folder, killed_at=3, skips_at=1, keep_weights=keep_weights, kind=kinds[0])
+    return await record(folder, keep_weights=keep_weights, kind=kinds[1])
 
 
 def changed(directory: Path, incarnation: int, change: Callable[[list[Any]], None]) -> None:

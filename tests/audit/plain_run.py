@@ -40,6 +40,7 @@ from asyncrl.learner.audit_records import (
 )
 from asyncrl.learner.records import StepRecord
 from asyncrl.learner.saving import KeptSteps
+from asyncrl.ranks.digest import XXH3
 from asyncrl.ranks.shard_files import write_tensors
 
 STEPS = 4
@@ -138,8 +139,8 @@ def _steps(
         _keep(model, made)
         kept.write_batch(lease, rows)
         norm *= 1.01 if faults.wrong_norm == step else 1.0
-        before = saved_digest(kept.weights_path(Version(1, step)))
-        steps.append(_record(lease, used, before=before, after=saved_digest(made), norm=norm))
+        before = saved_digest(kept.weights_path(Version(1, step)), XXH3)
+        steps.append(_record(lease, used, before=before, after=saved_digest(made, XXH3), norm=norm))
         lines.append(make_step(step, learning_rate=rate))
     return steps, lines
 

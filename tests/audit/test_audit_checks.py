@@ -1,9 +1,12 @@
 """The audit passes on runs that are as they should be: whole, killed and resumed, living, and torn."""
 
 import asyncio
+import itertools
+import json
 import os
 import struct
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from learner_scenes import ids_of, meta_of, rows_of
 from typer.testing import CliRunner
 
 from asyncrl.audit.audit import audit
+from asyncrl.audit.certificate import certificate
 from asyncrl.audit.history import Verdict, read_history
 from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.records import CommitOutcome, GroupMeta, Ticket
@@ -28,10 +32,18 @@ from asyncrl.generation.episodes import episode_rows, single_turn, version_spans
 from asyncrl.generation.interfaces import Completion
 from asyncrl.learner.audit_records import TrainedStep, framed, read_records, records_path
 from asyncrl.learner.records import StepRecord, read_lines
+from asyncrl.ranks.digest import KINDS
 
 
 def verdicts(directory: Path) -> set[Verdict]:
     return {outcome.verdict for outcome in audit(directory)}
+
+
+def payloads(path: Path) -> Iterator[bytes]:
+    """Yields the payload of each record in a file."""
+    with path.open("rb") as file:
+        while head := file.read(12):
+            yield file.read(struct.unpack("<IQ", head)[0])
 
 
 @pytest.fixture
@@ -57,6 +69,49 @@ async def test_a_run_that_was_killed_and_resumed_passes_and_its_lost_steps_do_no
     )
     assert "1 lost steps" in outcomes[0].detail
     assert "8 publications and 3 checkpoints" in outcomes[3].detail
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kinds", [*itertools.product(KINDS, KINDS)], ids=" then ".join)
+async def test_a_run_passes_whatever_devices_it_was_trained_on(kinds: tuple[str, str], tmp_path: Path) -> None:
+    """The second start has digests of another kind than the first one, as a run that is resumed on a GPU has. The audit
+    computes each kind of the saved weights."""
+    directory = await record_killed_run(tmp_path, keep_weights=True, kinds=kinds)
+    assert [step.digest_kind for step in read_history(directory).steps] == [kinds[0]] * 2 + [kinds[1]] * 4
+    weights = next(outcome for outcome in audit(directory) if outcome.name == "4 weights")
+    assert weights.verdict is Verdict.PASSED, weights.detail
+    assert "8 publications and 3 checkpoints" in weights.detail
+    certified = json.loads(certificate(read_history(directory), list(audit(directory))))["digests"]
+    assert list(certified)[:2] == [
+        f"weights_before_the_first_step_{kinds[0]}_64", f"weights_after_the_last_step_{kinds[1]}_64"
+    ]  # fmt: skip
+
+
+@pytest.mark.asyncio
+async def test_records_without_a_kind_of_digest_have_xxh3(tmp_path: Path) -> None:
+    directory = await record_killed_run(tmp_path, keep_weights=True)
+    for path in (records_path(directory, incarnation) for incarnation in (1, 2)):
+        began, *records = (msgspec.msgpack.decode(each) for each in payloads(path))
+        shortened = [each[:-2] if each[0] == "step" else each for each in records]
+        assert shortened != records
+        path.write_bytes(b"".join(map(framed, [began, *shortened])))
+    assert {step.digest_kind for step in read_history(directory).steps} == {"xxh3"}
+    assert verdicts(directory) <= {Verdict.PASSED, Verdict.NOT_POSSIBLE}
+
+
+@pytest.mark.asyncio
+async def test_digests_of_a_kind_that_this_version_does_not_have_are_named(tmp_path: Path) -> None:
+    directory = await record(tmp_path)
+
+    def edit(records: list[Any]) -> None:
+        records[:] = [
+            msgspec.structs.replace(each, digest_kind="later") if isinstance(each, TrainedStep) else each
+            for each in records
+        ]
+
+    changed(directory, 1, edit)
+    weights = next(outcome for outcome in audit(directory) if outcome.name == "4 weights")
+    assert (weights.verdict, "of the kind 'later'" in weights.detail) == (Verdict.NOT_POSSIBLE, True), weights.detail
 
 
 @pytest.mark.asyncio

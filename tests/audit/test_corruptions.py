@@ -19,6 +19,7 @@ from asyncrl.common.version import Version
 from asyncrl.learner.audit_records import TrainedGroup, TrainedStep
 from asyncrl.learner.records import EvalRecord
 from asyncrl.learner.saving import KeptSteps
+from asyncrl.ranks.digest import MULTILINEAR, XXH3
 
 
 def step_of(records: list[Any], number: int) -> int:
@@ -213,6 +214,38 @@ async def test_a_corruption_is_found_by_its_check(name: str, tmp_path: Path) -> 
     found = {outcome.name[0]: outcome for outcome in audit(directory)}
     assert found[check].verdict is Verdict.FAILED, "\n".join(map(str, found.values()))
     assert words in found[check].detail
+
+
+def edit_first_step_of_second_start(**fields: Any) -> Callable[[Path], None]:
+    def edit(records: list[Any]) -> None:
+        place = step_of(records, 2)
+        records[place] = msgspec.structs.replace(records[place], **fields)
+
+    return lambda directory: changed(directory, 2, edit)
+
+
+OF_OTHER_DEVICE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "another start": (
+        edit_first_step_of_second_start(before_by_kind={XXH3: 7}), "step 2 started from weights with the digest 0000",
+    ),
+    "no common kind": (edit_first_step_of_second_start(before_by_kind={}), "so nothing shows from which weights"),
+    "a published byte": CORRUPTIONS["a published byte"][::2],
+    "other weights": CORRUPTIONS["other weights"][::2],
+    "a kept weight byte": CORRUPTIONS["a kept weight byte"][::2],
+}  # fmt: skip
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", OF_OTHER_DEVICE)
+async def test_a_corruption_of_a_run_that_was_resumed_on_another_kind_of_device_is_found(
+    name: str, tmp_path: Path
+) -> None:
+    directory = await record_killed_run(tmp_path, keep_weights=True, kinds=(XXH3, MULTILINEAR))
+    corrupt, words = OF_OTHER_DEVICE[name]
+    corrupt(directory)
+    weights = next(outcome for outcome in audit(directory) if outcome.name == "4 weights")
+    assert weights.verdict is Verdict.FAILED
+    assert words in weights.detail
 
 
 @pytest.mark.asyncio

@@ -1,7 +1,8 @@
 """The audit computes the kept steps of a run again, on real ranks, and finds what no other check can find.
 
-The run is recorded from the stages of the learner's loop on two ranks. The test plays the replica: the ranks score its
-tokens under the weights of their versions. One group of each step is one version old. In one group, a reward failed.
+The run is recorded from the stages of the learner's loop on two ranks, with digests of the kind for GPUs. The test
+plays the replica: the ranks score its tokens under the weights of their versions. One group of each step is one version
+old. In one group, a reward failed.
 """
 
 import asyncio
@@ -40,6 +41,7 @@ from asyncrl.learner.step import Stages, step_meta
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.tq_policy import TQPolicy
+from asyncrl.ranks.digest import MULTILINEAR
 
 pytestmark = pytest.mark.integration
 
@@ -56,6 +58,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     sections = {
         "model": made.model.model_copy(update={"path": str(model)}),
         "audit": made.audit.model_copy(update={"keep_weights": "all"}),
+        "learner": made.learner.model_copy(update={"weights_digest": MULTILINEAR}),
     }
     return made.model_copy(update=sections)
 
@@ -128,9 +131,10 @@ def generated(policy: TQPolicy, *, group: int, step: int) -> tuple[LeasedGroup, 
 
 
 def test_saved_shards_of_two_ranks_have_the_digest_that_the_ranks_measured(run: Path) -> None:
-    weights, kept = read_history(run).weights(), KeptSteps(run)
+    weights = {version: digests[MULTILINEAR] for version, digests in read_history(run).weights().items()}
+    kept = KeptSteps(run)
     assert kept.versions() == [Version(1, step) for step in range(STEPS + 1)]
-    assert {version: saved_digest(kept.weights_path(version)) for version in kept.versions()} == weights
+    assert {version: saved_digest(kept.weights_path(version), MULTILINEAR) for version in kept.versions()} == weights
     assert len(set(weights.values())) == STEPS + 1
 
 

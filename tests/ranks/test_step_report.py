@@ -186,3 +186,20 @@ def test_the_schedule_starts_at_the_peak_and_ends_at_its_fraction(schedule_name:
 def test_a_run_of_one_step_has_a_rate(schedule_name: str) -> None:
     section = OptimizerSection.model_validate({"learning_rate": 2.0, "schedule": schedule_name})
     assert learning_rate(section, step=0, total_steps=1) == 2.0
+
+
+def test_digests_of_the_ranks_add_up_modulo_two_to_the_64() -> None:
+    parts = [(2**64 - 1, 5, 7), (3, 2**64 - 2, 2**64 - 1)]
+    ranks = [
+        dataclasses.replace(
+            record([]),
+            weights_before=before,
+            weights_after=after,
+            weights_before_by_kind={"xxh3": other},
+            digest_kind="multilinear",
+        )
+        for before, after, other in parts
+    ]
+    report = step_report(ranks)
+    assert (report.weights_before, report.weights_after) == (2, 3)
+    assert (report.weights_before_by_kind, report.digest_kind) == ({"xxh3": 6}, "multilinear")
