@@ -147,7 +147,8 @@ def _check_all_there(fates: dict[int, str], entry: LedgerEntry, *, moment: str) 
 
 def ledger_closes(history: History) -> str:
     """Check 2: the account of the ledger is closed after every step, in groups, samples and tokens, and equals the sums
-    over the groups that ended so far. The step's line in steps.jsonl has the same numbers. Each evaluation has a
+    over the groups that ended so far. The step's line in steps.jsonl has the same numbers, and no
+    difference that the run's witness does not accept. Each evaluation has a
     reward or a failure of each of its prompts, and is greedy if it has one completion of each."""
     path = history.directory / "steps.jsonl"
     records = read_lines(path, StepRecord)
@@ -249,6 +250,12 @@ def _check_line(step: TrainedStep, found: tuple[StepRecord, int] | None, *, trai
         raise Counterexample(f"{trained} groups were trained up to step {step.step}, but {counted} by steps.jsonl")
     if step.line not in (None, checksum):
         raise Counterexample(f"the line of step {step.step} in steps.jsonl is not the one that was written")
+    if (ratio := line.witness_ratio) is not None and ratio > 1:
+        raise Counterexample(
+            f"while the run trained step {step.step}, the witness found {ratio:.3g} times the difference that it "
+            "accepts (witness_*_ratio in steps.jsonl): the update is not the one that the configuration describes. The "
+            "learner's log says what differs"
+        )
 
 
 def versions_in_bounds(history: History) -> str:

@@ -39,7 +39,8 @@ def audit(
 ) -> None:
     """Check from the files of a run that nothing was lost, repeated or exchanged. Restarts of the run are included.
 
-    Each check prints one line. A failed check prints its first counterexample. The exit code is 1 if a check failed.
+    Each check prints one line. A failed check prints its first counterexample. The exit code is 1 if a check failed, or
+    if check 6 was asked for and is not possible.
     The run may still be running: it is checked up to its last record.
 
     \b
@@ -74,7 +75,10 @@ def audit(
         outcomes.append(outcome)
     if witness_steps or certificate is not None:
         _write(certificate or certificate_path(history), certificate_of(history, outcomes))
-    if any(outcome.verdict is Verdict.FAILED for outcome in outcomes):
+    asked = [each for each in outcomes if each.name.startswith("6")]
+    if any(each.verdict is Verdict.FAILED for each in outcomes) or any(
+        each.verdict is Verdict.NOT_POSSIBLE for each in asked
+    ):
         raise typer.Exit(1)
 
 

@@ -224,6 +224,13 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
             },
         }
 
+    @property
+    def witness_ratio(self) -> float | None:
+        """The largest difference that the witness found in this step, as a share of what is accepted; None if the step
+        has no number of it."""
+        numbers = self.diagnostics.items()
+        return largest([value for name, value in numbers if name.startswith("witness_") and name.endswith("_ratio")])
+
     def number(self, name: str) -> float | None:
         """Returns a number of `asyncrl.metrics.numbers` by its name; None if it was not measured."""
         value: float | None = getattr(self, name) if name in self.__struct_fields__ else self.diagnostics.get(name)
@@ -378,7 +385,8 @@ class Summary(RunTotals, frozen=True, kw_only=True):
     number of steps that were trained again, because the run went back. `parity_max_nats` is the largest difference of
     log-probs over all probes and all trained on-policy tokens. `ess_ratio_mean` and `ess_ratio_lowest` are over the
     steps with an effective sample size. `heldout_sets` has the results of the evaluations for each named held-out set
-    (`eval.sets`).
+    (`eval.sets`). `witnessed_steps` is the number of steps of which the witness computed a group a second time, and
+    `witness_failures` the number of steps, also of other ones, in which it found a larger difference than is accepted.
     """
 
     steps: int
@@ -401,6 +409,8 @@ class Summary(RunTotals, frozen=True, kw_only=True):
     restarts: int
     lost_steps: int
     heldout_sets: dict[str, HeldoutEnds] = {}
+    witnessed_steps: int = 0
+    witness_failures: int = 0
 
 
 # Reads the records of a run that may still write them: `run.json`, `config.yaml` and the JSON lines files.
@@ -628,6 +638,8 @@ def build_summary(
         trained_tokens=sum(record.trained_tokens for record in steps),
         restarts=restarts,
         lost_steps=sum(record.trained for record in lost),
+        witnessed_steps=sum("witness_s" in record.diagnostics for record in steps),
+        witness_failures=sum((record.witness_ratio or 0.0) > 1 for record in steps),
     )
 
 

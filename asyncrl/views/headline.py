@@ -1,8 +1,8 @@
 """Chooses the headline of a run: one sentence with its most urgent problem and what to do about it.
 
-All views show the same headline. It is the first of these that applies: no step was trained, answers are cut, the
-rewards give no gradient, rollouts fail, log-probs disagree, the data is too far from the policy. If none applies, the
-headline says which side waits for the other (`bottleneck`).
+All views show the same headline. It is the first of these that applies: no step was trained, the witness has found
+another update than it should be, answers are cut, the rewards give no gradient, rollouts fail, log-probs disagree, the
+data is too far from the policy. If none applies, the headline says which side waits for the other (`bottleneck`).
 
 When one side waits, the other side limits the run. When both sides wait, the limit is between them: the staleness
 limit, the buffer's capacity, or the publication of weights. A setting of these is therefore recommended only when the
@@ -48,6 +48,7 @@ class Concern(StrEnum):
     """The subject of a headline, the most urgent first."""
 
     NOTHING_TRAINED = "nothing_trained"
+    NOT_VERIFIED = "not_verified"
     CUT = "cut"
     NO_GRADIENT = "no_gradient"
     FAILURES = "failures"
@@ -209,6 +210,12 @@ def _warnings(run: RunView) -> Iterator[tuple[Concern, str]]:
             Concern.NOTHING_TRAINED,
             "No step was trained: every step was skipped, because a loss or a gradient was not finite. Lower "
             "learner.optimizer.learning_rate, and look at the learner's log for the first skipped step.",
+        )
+    if run.witness_ratio is not None and run.witness_ratio > 1:
+        yield (
+            Concern.NOT_VERIFIED,
+            "The witness has found that an update is not the one that the configuration describes: an error in the "
+            "learner's log says what differs. witness.on_failure says whether training goes on.",
         )
     if (ratio := run.recent_truncated_ratio) is not None and ratio > MOSTLY_CUT:
         yield Concern.CUT, _cut(run, ratio)

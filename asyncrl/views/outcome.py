@@ -34,6 +34,13 @@ def totals_lines(summary: Summary, *, total_steps: int) -> Iterator[str]:
         f"{summary.steps} steps in {summary.wall_s:.0f} s, oldest trained token {age} version{'s' * (age != 1)} old "
         f"(limit {summary.staleness_limit}), {dropped_in_words(summary)}"
     )
+    if summary.witness_failures:
+        yield (
+            f"NOT verified: the witness found in {summary.witness_failures} steps that the update is not the one that "
+            "the configuration describes. The errors in the learner's log say what differs"
+        )
+    elif summary.witnessed_steps:
+        yield f"verified: the witness computed {summary.witnessed_steps} steps a second time, and agrees"
     if summary.restarts:
         again = f"{summary.lost_steps} steps were lost and trained again" if summary.lost_steps else "no step was lost"
         yield f"resumed {summary.restarts} time{'s' * (summary.restarts > 1)}, {again}"

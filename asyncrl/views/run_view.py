@@ -130,6 +130,7 @@ class RunView:
     ess_ratio_lowest: float | None = None
     parity_ratio: float | None = None
     parity_nats: float | None = None
+    witness_ratio: float | None = None
 
     groups: Mapping[str, float] = field(default_factory=dict)
     failures: Mapping[str, int] = field(default_factory=dict)
@@ -236,6 +237,7 @@ def _with_all_steps(view: RunView, steps: Sequence[StepRecord]) -> RunView:
         oldest_token_versions=None if last_trained is None else max(last_trained.token_staleness, default=0),
         ess_ratio_mean=ess_mean,
         ess_ratio_lowest=ess_lowest,
+        witness_ratio=largest([record.witness_ratio for record in steps]),
     )
 
 

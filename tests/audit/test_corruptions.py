@@ -280,6 +280,30 @@ async def test_an_evaluation_that_leaves_prompts_out_is_found(tmp_path: Path) ->
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(("ratio", "verdict"), [(1.0, Verdict.PASSED), (2.0, Verdict.FAILED)])
+async def test_what_the_witness_of_the_run_has_found_fails_the_audit(
+    tmp_path: Path, ratio: float, verdict: Verdict
+) -> None:
+    directory = await record(tmp_path)
+    path = directory / "steps.jsonl"
+    first, *others = path.read_bytes().splitlines(keepends=True)
+    line = msgspec.json.decode(first)
+    line["diagnostics"]["witness_counts_ratio"] = ratio
+    path.write_bytes(b"".join([msgspec.json.encode(line) + b"\n", *others]))
+
+    def without_checksums(records: list[Any]) -> None:
+        records[:] = [
+            msgspec.structs.replace(each, line=None) if isinstance(each, TrainedStep) else each for each in records
+        ]
+
+    changed(directory, 1, without_checksums)
+    outcome = next(each for each in audit(directory) if each.name == "2 ledger")
+    assert outcome.verdict is verdict, outcome.detail
+    if verdict is Verdict.FAILED:
+        assert "trained step 0, the witness found 2 times the difference that it accepts" in outcome.detail
+
+
+@pytest.mark.asyncio
 async def test_an_evaluation_that_is_not_greedy_is_found(tmp_path: Path) -> None:
     directory = await record(tmp_path)
     own = EvalRecord(version=3, wall_s=1, asked=8, prompts=8, reward_mean=0.5, non_greedy_tokens=0)

@@ -161,6 +161,7 @@ def test_more_processes_are_advised_only_where_they_fit(room: bool | None) -> No
 
 TROUBLE: dict[Concern, dict[str, Any]] = {
     Concern.NOTHING_TRAINED: {"steps_trained": 0, "steps_skipped": 3},
+    Concern.NOT_VERIFIED: {"witness_ratio": 1.5},
     Concern.NO_GRADIENT: {"equal_rewards_ratio": 1.0, "recent_trained_steps": 20},
     Concern.FAILURES: {
         "groups": {"trained": 24, "failed": 23, "reserved": 400},
@@ -178,11 +179,13 @@ FINE: dict[str, Any] = {
     "recent_truncated_ratio": 0.9,
     "groups": {"trained": 95, "failed": 5},
     "parity_ratio": 1.0,
+    "witness_ratio": 1.0,
     "parity_nats": 0.05,
     "recent_ess_ratio": 0.3,
 }
 SENTENCES = {
     Concern.NOTHING_TRAINED: "every step was skipped",
+    Concern.NOT_VERIFIED: "an update is not the one that the configuration describes",
     Concern.NO_GRADIENT: "In 100 % of the groups of the last 20 steps all rewards are equal, so there is no gradient: "
     "use easier questions (harder ones if the answers are right), a denser reward, or a larger learner.group_size.",
     Concern.FAILURES: "49 % of the groups failed and were not trained (reward_raised 20, reward_timeout 3): fix the "

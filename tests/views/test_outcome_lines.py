@@ -17,6 +17,18 @@ def test_the_end_of_a_run_counts_stored_tokens_only_if_there_are_any() -> None:
     assert "7 tokens of attempts that began again or failed were thrown away" in totals_lines(some, total_steps=1)
 
 
+def test_the_end_of_a_run_says_whether_the_witness_agrees() -> None:
+    def words(*steps: dict[str, float | None]) -> str:
+        made = [msgspec.structs.replace(make_step(n), diagnostics=numbers) for n, numbers in enumerate(steps)]
+        return "\n".join(totals_lines(build_summary(made, [], TOTALS, staleness_limit=2), total_steps=len(steps)))
+
+    agrees = {"witness_s": 0.3, "witness_rows_ratio": 0.2, "witness_counts_ratio": 0.0}
+    assert "verified" not in words({}, {})
+    assert "verified: the witness computed 2 steps a second time, and agrees" in words(agrees, {}, agrees)
+    assert "NOT verified: the witness found in 1 steps" in words(agrees, {"witness_counts_ratio": 1e9})
+    assert "NOT verified" in words(agrees | {"witness_rows_ratio": 1.1})
+
+
 def test_the_end_of_a_run_counts_its_restarts_and_what_they_cost() -> None:
     whole = build_summary([make_step(0)], [], TOTALS, staleness_limit=2)
     assert "resumed" not in "\n".join(totals_lines(whole, total_steps=1))
