@@ -12,6 +12,7 @@ import torch
 
 from asyncrl.algorithms.advantages import Samples, compute_advantages, resolve_estimator
 from asyncrl.algorithms.baselines import reward_kl
+from asyncrl.algorithms.diagnostics import MetricSums
 from asyncrl.algorithms.interfaces import LossInputType, input_type_of, of_outputs
 from asyncrl.algorithms.loss import build_loss
 from asyncrl.algorithms.presets import advantage_of
@@ -79,7 +80,7 @@ def call_advantage(config: Config) -> None:
 
 def call_loss(config: Config) -> None:
     """Calls the loss with two rows of random numbers. Raises ConfigError if it reads a column that a run does not have,
-    or if it fails."""
+    if it fails, or if it ignores the token mask."""
     loss, named = build_loss(config), f"algorithm.loss = {config.algorithm.loss}"
     known = set(run_columns(config))
     try:
@@ -99,8 +100,29 @@ def call_loss(config: Config) -> None:
     outputs = {"next_token_logits": torch.randn(2, _TOKENS, _VOCABULARY, generator=generator)}
     if input_type_of(loss) == LossInputType.LOGPROB:
         outputs = {"next_token_logprobs": -torch.rand(2, _TOKENS - 1, generator=generator)}
-    if (failure := outcome_of(outputs, of_outputs(loss, outputs, data, counts)).failure) is not None:
+    slopes: dict[str, torch.Tensor] = {}
+
+    def measure(found: dict[str, torch.Tensor]) -> MetricSums:
+        slopes.update(found)
+        return MetricSums()
+
+    called = of_outputs(loss, outputs, data, counts)
+    if (failure := outcome_of(outputs, called, measure=measure).failure) is not None:
         raise ConfigError(f"{named}: {failure}. It was called with a batch of two rows")
+    if largest := max(_outside_of_masks(slope, data["token_mask"]) for slope in slopes.values()):
+        raise ConfigError(
+            f"{named}: it has the derivative {largest:.3g} by a token that token_mask leaves out, which must be 0, for "
+            "example by a product with data['token_mask'][:, 1:]. It was called with a batch of two rows"
+        )
+
+
+def _outside_of_masks(slope: torch.Tensor, mask_BS: torch.Tensor) -> float:
+    """Returns the largest derivative of a loss by the log-prob [B, S − 1] or the logits [B, S, V] of a next token that
+    the masks leave out."""
+    size = slope.abs() if slope.ndim == 2 else slope.abs().amax(dim=-1)
+    inside = torch.zeros_like(size, dtype=torch.bool)
+    inside[:, : mask_BS.shape[1] - 1] = mask_BS[:, 1:] > 0
+    return float(size.masked_fill(inside, 0.0).max())
 
 
 def run_columns(config: Config) -> Iterator[str]:

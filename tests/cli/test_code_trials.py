@@ -94,6 +94,17 @@ class Vector(Loss):
         return given["next_token_logprobs"], {}
 
 
+class Maskless(Loss):
+    def __call__(self, data, global_valid_seqs, global_valid_toks, next_token_logprobs):
+        return -next_token_logprobs.sum() / global_valid_toks, {}
+
+
+class MasklessLogits(Logits):
+    def __call__(self, data, next_token_logits, **given):
+        loss, metrics = super().__call__(data=data, next_token_logits=next_token_logits, **given)
+        return loss + next_token_logits[:, -1].sum(), metrics
+
+
 def centred(rewards, group_ids):
     return rewards - rewards.mean()
 
@@ -172,6 +183,8 @@ BAD = {
     "algorithm.loss={}:Undeclared": ["'bar'", line_of("bar"), "batch of two rows"],
     "algorithm.loss={}:NoMetrics": ["must return (scalar, metrics), but this one returned a Tensor"],
     "algorithm.loss={}:Vector": ["must return a scalar tensor and a dict, but this one returned shape [2, 5]"],
+    "algorithm.loss={}:Maskless": ["it has the derivative 0.167 by a token that token_mask leaves out"],
+    "algorithm.loss={}:MasklessLogits": ["it has the derivative 1 by a token that token_mask leaves out"],
     "algorithm.advantage={}:one_less": ["one finite number for each reward", "two groups of"],
     "algorithm.advantage={}:a_list": ["returned a list; it must return a tensor"],
     "algorithm.advantage={}:not_finite": ["of the values are not finite"],
