@@ -10,12 +10,7 @@ from asyncrl.cli.main import app
 
 pytestmark = pytest.mark.slow
 
-CODE = """
-import torch
-
-CALLS = []
-
-
+REWARDS = """
 def rows():
     for number in range(4):
         yield {"prompt": f"{number}+1=", "answer": str(number + 1), "level": number}
@@ -44,6 +39,10 @@ def double(number: int) -> int:
 
 def a_text(task, completion):
     return "right"
+"""
+"""Without torch: a scoring process imports this module anew for each test, and torch would take seconds of each."""
+LEARNING = """
+import torch
 
 
 class Loss:
@@ -128,73 +127,83 @@ def not_finite(rewards, group_ids):
 def raises(rewards, group_ids):
     return rewards - rewards.maen()  # raises: maen
 """
-OWN = "code_trials_tasks"
+OWN = {"rewards": "code_trials_rewards", "learning": "code_trials_learning"}
+"""The names of the user's modules."""
+CODE = {OWN["rewards"]: REWARDS, OWN["learning"]: LEARNING}
 
 
 @pytest.fixture(autouse=True)
-def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / f"{OWN}.py").write_text(CODE)
-    monkeypatch.delitem(sys.modules, OWN, raising=False)
+def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, code in CODE.items():
+        (tmp_path / f"{name}.py").write_text(code)
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
 
 
 def check(*overrides: str) -> tuple[int, str]:
     """Returns the exit code and the output of `asyncrl config check`."""
-    rows = [f"data.dataset={OWN}:rows", "data.prompt_template='{question}'"]
+    rows = [f"data.dataset={OWN['rewards']}:rows", "data.prompt_template='{question}'"]
     done = CliRunner().invoke(app, ["config", "check", "-c", "quickstart", *rows, *overrides])
     return done.exit_code, done.output
 
 
 GOOD = [
-    "environment.reward={}:reward",
-    "environment.reward={}:awaited",
-    "algorithm.loss={}:Loss",
-    "algorithm.loss={}:Logits",
-    "algorithm.loss={}:Grouped",
-    "algorithm.advantage={}:centred",
-    "algorithm.advantage={{name: '{}:by_length', scale: 2}}",
+    "environment.reward={rewards}:reward",
+    "environment.reward={rewards}:awaited",
+    "algorithm.loss={learning}:Loss",
+    "algorithm.loss={learning}:Logits",
+    "algorithm.loss={learning}:Grouped",
+    "algorithm.advantage={learning}:centred",
+    "algorithm.advantage={{name: '{learning}:by_length', scale: 2}}",
 ]
 
 
 @pytest.mark.parametrize("override", GOOD)
 def test_code_that_works_is_accepted(override: str) -> None:
-    code, output = check(override.format(OWN), "algorithm.overrides={}")
+    code, output = check(override.format(**OWN), "algorithm.overrides={}")
     assert code == 0, output
 
 
 def line_of(mark: str) -> str:
-    [number] = [number for number, line in enumerate(CODE.splitlines(), 1) if line.endswith(f"# raises: {mark}")]
-    return f"{OWN}.py:{number})"
+    [found] = [
+        f"{name}.py:{number})"
+        for name, code in CODE.items()
+        for number, line in enumerate(code.splitlines(), 1)
+        if line.endswith(f"# raises: {mark}")
+    ]
+    return found
 
 
 BAD = {
-    "environment.reward={}:misspelled": [
+    "environment.reward={rewards}:misspelled": [
         "AttributeError",
         "'anwser'",
         line_of("anwser"),
         "row 1",
         "answer '1'",
     ],
-    "environment.reward={}:of_metadata": ["KeyError: 'levle'", line_of("levle"), "row 1"],
-    "environment.reward={}:a_text": ["a_text", "a reward is a number"],
-    "algorithm.loss={}:Unknown": ["reads the columns foo, generation_logprob, which the rows of this run do not have"],
-    "algorithm.loss={}:Reference": ["reads the columns reference_policy_logprobs"],
-    "algorithm.loss={}:Undeclared": ["'bar'", line_of("bar"), "batch of two rows"],
-    "algorithm.loss={}:NoMetrics": ["must return (scalar, metrics), but this one returned a Tensor"],
-    "algorithm.loss={}:Vector": ["must return a scalar tensor and a dict, but this one returned shape [2, 5]"],
-    "algorithm.loss={}:Maskless": ["it has the derivative 0.167 by a token that token_mask leaves out"],
-    "algorithm.loss={}:MasklessLogits": ["it has the derivative 1 by a token that token_mask leaves out"],
-    "algorithm.advantage={}:one_less": ["one finite number for each reward", "two groups of"],
-    "algorithm.advantage={}:a_list": ["returned a list; it must return a tensor"],
-    "algorithm.advantage={}:not_finite": ["of the values are not finite"],
-    "algorithm.advantage={}:raises": ["'maen'", line_of("maen")],
+    "environment.reward={rewards}:of_metadata": ["KeyError: 'levle'", line_of("levle"), "row 1"],
+    "environment.reward={rewards}:a_text": ["a_text", "a reward is a number"],
+    "algorithm.loss={learning}:Unknown": [
+        "reads the columns foo, generation_logprob, which the rows of this run do not have"
+    ],
+    "algorithm.loss={learning}:Reference": ["reads the columns reference_policy_logprobs"],
+    "algorithm.loss={learning}:Undeclared": ["'bar'", line_of("bar"), "batch of two rows"],
+    "algorithm.loss={learning}:NoMetrics": ["must return (scalar, metrics), but this one returned a Tensor"],
+    "algorithm.loss={learning}:Vector": ["must return a scalar tensor and a dict, but this one returned shape [2, 5]"],
+    "algorithm.loss={learning}:Maskless": ["it has the derivative 0.167 by a token that token_mask leaves out"],
+    "algorithm.loss={learning}:MasklessLogits": ["it has the derivative 1 by a token that token_mask leaves out"],
+    "algorithm.advantage={learning}:one_less": ["one finite number for each reward", "two groups of"],
+    "algorithm.advantage={learning}:a_list": ["returned a list; it must return a tensor"],
+    "algorithm.advantage={learning}:not_finite": ["of the values are not finite"],
+    "algorithm.advantage={learning}:raises": ["'maen'", line_of("maen")],
 }
 
 
 @pytest.mark.parametrize("override", BAD)
 def test_code_that_fails_is_refused_with_the_errors_line(override: str) -> None:
-    code, output = check(override.format(OWN), "algorithm.overrides={}")
+    code, output = check(override.format(**OWN), "algorithm.overrides={}")
     assert code == 2, output
     [line] = [line for line in output.splitlines() if line.startswith("error:")]
     for part in BAD[override]:
@@ -203,28 +212,28 @@ def test_code_that_fails_is_refused_with_the_errors_line(override: str) -> None:
 
 BESIDE_OTHERS: dict[str, tuple[list[str], str]] = {
     "a built-in reward": (
-        ["environment.rewards=[{{name: a, fn: exact_match}}, {{name: b, fn: '{}:misspelled'}}]"],
+        ["environment.rewards=[{{name: a, fn: exact_match}}, {{name: b, fn: '{rewards}:misspelled'}}]"],
         "environment.rewards: b raised AttributeError",
     ),
     "a judge": (
         [
             "environment.rewards=[{{name: a, fn: judge, options: {{url: 'http://127.0.0.1:9/v1', model: m}}}}, "
-            "{{name: b, fn: '{}:misspelled'}}]"
+            "{{name: b, fn: '{rewards}:misspelled'}}]"
         ],
         "environment.rewards: b raised AttributeError",
     ),
     "tools": (
         [
-            "environment.reward={0}:misspelled",
-            "environment.tools=['{0}:double']",
+            "environment.reward={rewards}:misspelled",
+            "environment.tools=['{rewards}:double']",
             "generator.tool_parser=hermes",
             "model.tiny.chat=true",
         ],
-        "environment.reward = {}:misspelled raised AttributeError",
+        "environment.reward = {rewards}:misspelled raised AttributeError",
     ),
     "a held-out set": (
-        ["environment.reward=exact_match", "eval.sets={{hard: {{environment: {{reward: '{}:misspelled'}}}}}}"],
-        "error: eval.sets.hard: environment.reward = {}:misspelled raised AttributeError",
+        ["environment.reward=exact_match", "eval.sets={{hard: {{environment: {{reward: '{rewards}:misspelled'}}}}}}"],
+        "error: eval.sets.hard: environment.reward = {rewards}:misspelled raised AttributeError",
     ),
 }
 
@@ -232,17 +241,19 @@ BESIDE_OTHERS: dict[str, tuple[list[str], str]] = {
 @pytest.mark.parametrize("kind", BESIDE_OTHERS)
 def test_an_own_reward_is_called_beside_other_settings_too(kind: str) -> None:
     overrides, words = BESIDE_OTHERS[kind]
-    code, output = check(*(override.format(OWN) for override in overrides))
+    code, output = check(*(override.format(**OWN) for override in overrides))
     assert code == 2, output
-    assert words.format(OWN) in output
+    assert words.format(**OWN) in output
     assert line_of("anwser") in output
 
 
 def test_all_failures_are_shown_at_once() -> None:
     code, output = check(
-        f"environment.reward={OWN}:misspelled", f"algorithm.loss={OWN}:Unknown", f"algorithm.advantage={OWN}:one_less",
+        "environment.reward={rewards}:misspelled".format(**OWN),
+        "algorithm.loss={learning}:Unknown".format(**OWN),
+        "algorithm.advantage={learning}:one_less".format(**OWN),
         "algorithm.overrides={}",
-    )  # fmt: skip
+    )
     assert code == 2
     assert len([line for line in output.splitlines() if line.startswith("error:")]) == 3, output
 
@@ -252,7 +263,7 @@ def test_the_summary_says_what_will_run() -> None:
     assert code == 0, output
     lines = output.splitlines()
     first = lines.index("ok") + 1
-    assert lines[first].startswith(f"  trains models/tiny-speller on {OWN}:rows: 37 steps of ")
+    assert lines[first].startswith(f"  trains models/tiny-speller on {OWN['rewards']}:rows: 37 steps of ")
     assert "prompts × 4 completions" in lines[first]
     assert "at most 3 steps old" in lines[first + 1]
     assert lines[first + 2].endswith("is written to runs/quickstart")
