@@ -64,25 +64,42 @@ def test_a_compiler_that_is_there_stays(monkeypatch: pytest.MonkeyPatch) -> None
     assert sys.modules[LOWERING] is sys
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", ["asyncrl.generation.engine_main", "preload"])
-def test_the_processes_of_an_engine_on_cpus_import_no_compiler(first: str) -> None:
-    begin = "from asyncrl.generation.vllm_engine import preload; preload()" if first == "preload" else f"import {first}"
-    script = f"{begin}; import sys, vllm.v1.worker.cpu_worker; print('{LOWERING}' in sys.modules)"
+def printed(script: str) -> list[str]:
+    """Returns the lines that a process prints with the environment of an engine on CPUs, whose first variable is
+    RAY_CLIENT_MODE. Each of these processes imports vLLM, which takes five seconds of a core."""
+    environment = {"RAY_CLIENT_MODE": "0"} | os.environ
+    environment |= engine_environment(Config.model_validate({"generator": {"gpus": 0}}), {})
     done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | engine_environment(Config.model_validate({"generator": {"gpus": 0}}), {}),
-        capture_output=True, text=True, timeout=240, check=True,
-    )  # fmt: skip
-    assert done.stdout.splitlines()[-1] == "False"
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=240, check=True
+    )
+    return done.stdout.splitlines()
+
+
+IMPORT_WORKER = f"import sys, vllm.v1.worker.cpu_worker; print('{LOWERING}' in sys.modules)"
+
+
+@pytest.fixture(scope="module")
+def engine_process() -> list[str]:
+    """Returns whether a process of an engine imports the compiler, and the name that it gets after Ray has changed the
+    first variable of its environment."""
+    begin = "import os, asyncrl.generation.engine_main; os.environ['RAY_CLIENT_MODE'] = '0'"
+    named = "from vllm.utils.system_utils import set_process_title; set_process_title('EngineCore')"
+    *_, compiler, name = printed(f"{begin}; {IMPORT_WORKER}; {named}; print(open('/proc/self/comm').read().strip())")
+    return [compiler, name]
 
 
 @pytest.mark.slow
-def test_an_engine_gets_its_name_if_ray_changes_the_first_variable_of_the_environment() -> None:
-    named = "import os, asyncrl.generation.engine_main; os.environ['RAY_CLIENT_MODE'] = '0'"
-    script = f"{named}; from vllm.utils.system_utils import set_process_title; set_process_title('EngineCore')"
-    shown = subprocess.run(
-        [sys.executable, "-c", f"{script}; print(open('/proc/self/comm').read())"],
-        env={"RAY_CLIENT_MODE": "0"} | os.environ, capture_output=True, text=True, timeout=240, check=True,
-    )  # fmt: skip
-    assert "VLLM::EngineCo" in shown.stdout
+def test_a_process_of_an_engine_on_cpus_imports_no_compiler(engine_process: list[str]) -> None:
+    assert engine_process[0] == "False"
+
+
+@pytest.mark.slow
+def test_the_process_that_starts_an_engine_on_cpus_imports_no_compiler() -> None:
+    assert printed(f"from asyncrl.generation.vllm_engine import preload; preload(); {IMPORT_WORKER}")[-1] == "False"
+
+
+@pytest.mark.slow
+def test_an_engine_gets_its_name_if_ray_changes_the_first_variable_of_the_environment(
+    engine_process: list[str],
+) -> None:
+    assert engine_process[1] == "VLLM::EngineCor"  # the kernel keeps 15 characters
