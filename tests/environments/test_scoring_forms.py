@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
-from scoring_processes import pids, replaced
+from scoring_processes import pids
 
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
@@ -132,16 +132,16 @@ async def test_of_groups_that_are_sent_together_only_the_one_that_is_not_json_fa
         assert caught.value.reason == "not_scorable"
 
 
-@pytest.mark.asyncio
-async def test_an_async_completion_that_blocks_its_loop_or_ignores_its_end_costs_a_process_but_no_other_completion(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def alone_in_its_loop() -> None:
     async with scoring("blocking", timeout_s=0.5) as scorer:
         assert await scorer.score(TASK, ["a"]) == [1.0]
         failure = await failure_of(scorer, "a", "hang", "b")
         assert (failure.reason, failure.completion) == (RewardFailure.TIMEOUT, "hang")
         assert "it blocked its event loop: use `await` for calls that take time" in str(failure)
         assert await scorer.score(TASK, ["a"]) == [1.0]
+
+
+async def with_other_groups_in_its_loop() -> None:
     lines = Lines()
     async with scoring("blocking", timeout_s=3.0, output=lines) as scorer:
         first = asyncio.ensure_future(scorer.score(TASK, ["pause"]))
@@ -151,13 +151,23 @@ async def test_an_async_completion_that_blocks_its_loop_or_ignores_its_end_costs
         assert await first == others[:1] == [1.0]
         assert (others, with_hang[0], with_hang[2]) == ([1.0, 1.0], 1.0, 1.0)
         assert [each.completion for each in failures(with_hang)] == ["hang"]
-    caplog.clear()
+
+
+async def deaf_to_its_end() -> None:
     async with scoring("stubborn", timeout_s=0.5) as scorer:
         failure = await failure_of(scorer, "a", "hang", "b")
         assert (failure.reason, failure.completion) == (RewardFailure.TIMEOUT, "hang")
         assert "blocked" not in str(failure)
-        assert replaced(caplog) == 2, "it is scored once more"
         assert await scorer.score(TASK, ["a"]) == [1.0]
+
+
+@pytest.mark.asyncio
+async def test_an_async_completion_that_blocks_its_loop_or_ignores_its_end_costs_a_process_but_no_other_completion(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The three scorers wait for their time limits at the same time."""
+    await asyncio.gather(alone_in_its_loop(), with_other_groups_in_its_loop(), deaf_to_its_end())
+    assert caplog.text.count("did not end when it was cancelled") == 2, "it is scored once more"
 
 
 @pytest.mark.asyncio
