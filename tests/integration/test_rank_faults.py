@@ -1,5 +1,6 @@
 """The reference stays the first weights after any failure, and no rank waits forever (spawned processes, gloo)."""
 
+import itertools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tiny_groups import make_model
 
 pytestmark = pytest.mark.integration
 
+FAULTS, CALLS = ("silent", "dead"), ("train", "a pass")
 SLACK_S = 180.0
 """Timeout on a busy machine, seconds. The default deadline of gloo is half an hour."""
 
@@ -53,14 +55,29 @@ def test_training_goes_on_as_if_the_reference_had_not_failed(ranks: Any) -> None
         assert all(np.array_equal(calm[name], failing[name]) for name in calm)
 
 
-@pytest.mark.parametrize("call", ["train", "a pass"])
-@pytest.mark.parametrize("fault", ["silent", "dead"])
-def test_a_peer_that_does_not_come_ends_a_collective_within_its_deadline(folder: Path, fault: str, call: str) -> None:
+@pytest.fixture(scope="module")
+def lone(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """What rank 0 found without its peer, by fault and call. Both calls of a fault wait for their peer at the same
+    time."""
+    for fault in FAULTS:
+        contexts = [
+            torch.multiprocessing.start_processes(
+                run_lone_rank, args=(fault, call, folder), nprocs=WORLD, join=False, start_method="forkserver"
+            )
+            for call in CALLS
+        ]
+        for context in contexts:
+            while not context.join():
+                pass
+    cases = itertools.product(FAULTS, CALLS)
+    return {case: pickle.loads((folder / f"lone-{' '.join(case)}.pkl").read_bytes()) for case in cases}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_peer_that_does_not_come_ends_a_collective_within_its_deadline(lone: Any, fault: str, call: str) -> None:
     """`train` first waits in a collective of the ranks' control group, a pass of the model in one of FSDP."""
-    torch.multiprocessing.start_processes(
-        run_lone_rank, args=(fault, call, folder), nprocs=WORLD, start_method="forkserver"
-    )
-    found = pickle.loads((folder / f"lone-{fault} {call}.pkl").read_bytes())
+    found = lone[fault, call]
     assert found["error"], "the call must fail without its peer"
     assert found["seconds"] < DEADLINE_S + SLACK_S
     if fault == "silent":
