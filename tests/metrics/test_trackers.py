@@ -147,8 +147,8 @@ def follow_twice(name: str, folder: Path, *, went_back: bool = False) -> None:
         Going(2, 3, last_back): {3: 0.33, 4: 0.44, 5: 0.55},
     }
     for going, rewards in steps.items():
-        if going is not None:
-            time.sleep(1.0)  # wandb names the folder of an offline run by its id and the second of its start
+        if going is not None and name in ("tensorboard", "wandb"):
+            time.sleep(1.0)  # they name a file or the folder of an offline run by the second of its start
         settings = {"learner.total_steps": 4 if going is None else 5}
         trackers = Trackers(
             [name], project="tests", run="quick", folder=folder, settings=settings, going=going, close_s=PATIENCE_S
