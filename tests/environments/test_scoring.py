@@ -178,24 +178,33 @@ async def test_a_batched_call_that_took_too_long_is_made_once_more(tmp_path: Pat
     assert (tmp_path / "scored").read_text().split() == ["late", "late", "abc"]
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize("reward", ["noted", "noted_async"])
-@pytest.mark.fault("F19")
-async def test_known_rewards_are_kept_when_a_process_is_killed_and_are_not_computed_again(
-    reward: str, tmp_path: Path
-) -> None:
-    task = Task(question="q", prompt="q", answer="", metadata={"file": str(tmp_path / "scored")})
+WITH_HANG_AND_CRASH = ["a", "ab", "hang", "abc", "crash", "abcd"]
+
+
+async def score_with_a_hang_and_a_crash(reward: str, noted: Path) -> None:
+    """Fails unless all other completions have a reward. The reward notes what it scores in the file `noted`."""
+    task = Task(question="q", prompt="q", answer="", metadata={"file": str(noted)})
     async with scoring(section(f"judges:{reward}", timeout_s=3.0)) as scorer:
-        completions = ["a", "ab", "hang", "abc", "crash", "abcd"]
-        scores = await scorer.score(task, completions)
+        scores = await scorer.score(task, WITH_HANG_AND_CRASH)
         assert [score for score in scores if not isinstance(score, DataError)] == [1.0, 2.0, 3.0, 4.0]
         failures = [score for score in scores if isinstance(score, DataError)]
         assert [(each.reason, each.completion) for each in failures] == [
             (RewardFailure.TIMEOUT, "hang"),
             (RewardFailure.CRASHED, "crash"),
         ]
-    noted = (tmp_path / "scored").read_text().split()
-    assert sorted(noted) == sorted([*completions, "hang"]), "each was scored once, and what took too long once more"
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F19")
+async def test_known_rewards_are_kept_when_a_process_is_killed_and_are_not_computed_again(tmp_path: Path) -> None:
+    """A plain reward and an asynchronous one wait for their time limits at the same time."""
+    rewards = ("noted", "noted_async")
+    await asyncio.gather(*(score_with_a_hang_and_a_crash(reward, tmp_path / reward) for reward in rewards))
+    for reward in rewards:
+        noted = (tmp_path / reward).read_text().split()
+        assert sorted(noted) == sorted([*WITH_HANG_AND_CRASH, "hang"]), (
+            "each was scored once, and what took too long once more"
+        )
 
 
 @pytest.mark.asyncio
