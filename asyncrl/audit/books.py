@@ -147,9 +147,9 @@ def _check_all_there(fates: dict[int, str], entry: LedgerEntry, *, moment: str) 
 
 def ledger_closes(history: History) -> str:
     """Check 2: the account of the ledger is closed after every step, in groups, samples and tokens, and equals the sums
-    over the groups that ended so far. The step's line in steps.jsonl has the same numbers, and no
-    difference that the run's witness does not accept. Each evaluation has a
-    reward or a failure of each of its prompts, and is greedy if it has one completion of each."""
+    over the groups that ended so far. The step's line in steps.jsonl has the same numbers, and no difference that the
+    run's witness does not accept. Each evaluation has a reward or a failure of each of its prompts, and is greedy if it
+    has one completion of each."""
     path = history.directory / "steps.jsonl"
     records = read_lines(path, StepRecord)
     lines: dict[int, tuple[StepRecord, int]] = {}

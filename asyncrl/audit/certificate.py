@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.audit.comparisons import Comparison, PlainComputation
+from asyncrl.audit.comparisons import Comparison
 from asyncrl.audit.history import History, Outcome, Verdict
 from asyncrl.deployment.run_dir import installed_version, processor, provenance
 from asyncrl.learner.audit_records import AUDIT
@@ -59,13 +59,16 @@ _NOT_CHECKED = (
     "whether the reward measures what is wanted, and the rewards of samples that check 6 did not score again",
     "the direction of a gradient, except through the new weights: otherwise its norm is compared",
     "the optimizer in steps whose new weights were not computed, and all numbers of steps that were not chosen",
-    "rewards of held-out evaluations: only that each prompt has an answer",
+    "rewards of held-out evaluations: only that each prompt has an answer, and that greedy answers are greedy",
     "that the prompts are those of the data, word by word",
     "files that were forged on purpose: the same program, asyncrl, wrote them and reads them",
 )
 _OF_CHECKS = {
     "1": "that each prompt was trained once, or its record says why not; no difference is accepted",
-    "2": "that after each step as many samples and tokens have a fate as were issued; no difference is accepted",
+    "2": (
+        "that after each step as many samples and tokens have a fate as were issued, and each held-out prompt an "
+        "answer or a failure; no difference is accepted. And that the run's own witness found no fault while it trained"
+    ),
     "3": "that no trained token is of lost weights, or older than staleness.max_versions; no difference is accepted",
     "4": "digests: each step began with the weights that the step before it made; no difference is accepted",
     "5": (
@@ -131,9 +134,7 @@ def _result(outcomes: Sequence[Outcome]) -> str:
 
 
 def _command(history: History, outcomes: Sequence[Outcome]) -> str:
-    steps = max(
-        (len(each.witnessed.steps) for each in outcomes if isinstance(each.witnessed, PlainComputation)), default=0
-    )
+    steps = max((len(each.witnessed.steps) for each in outcomes if each.witnessed is not None), default=0)
     asked = f" --witness-steps {steps}" if steps else ""
     return (
         f"asyncrl audit {history.directory.name}{asked}, with the run's directory on any machine. Check 5 needs the "
@@ -188,7 +189,7 @@ def _second_computation(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "probs, advantages, loss, gradient or new weights. It shares the code that reads configuration and files, and "
         "rewards are scored by the code of the run."
     )
-    if not isinstance(witnessed, PlainComputation):
+    if witnessed is None:
         return {"what_this_is": what, "training_steps_computed": [], "why_none": _why_none(outcomes)}
     return {
         "what_this_is": what,

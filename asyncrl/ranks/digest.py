@@ -120,8 +120,8 @@ class StepDigests:
 
 
 class _Stamp(NamedTuple):
-    """Where a rank's shard of a tensor is, and how often it was written. Stamps of different memory differ, also if it
-    has the same address: a weak reference equals only references to the same, living storage."""
+    """The memory of a rank's shard of a tensor, and the number of its writes. Stamps of different memory differ, also
+    if the address is the same: a weak reference equals only references to the same, living storage."""
 
     name: str
     storage: weakref.ref[torch.UntypedStorage]

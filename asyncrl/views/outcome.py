@@ -36,11 +36,11 @@ def totals_lines(summary: Summary, *, total_steps: int) -> Iterator[str]:
     )
     if summary.witness_failures:
         yield (
-            f"NOT verified: the witness found in {summary.witness_failures} steps that the update is not the one that "
-            "the configuration describes. The errors in the learner's log say what differs"
+            "NOT verified: the witness found that updates are not those that the configuration describes (steps: "
+            f"{summary.witness_failures}). The errors in the learner's log say what differs"
         )
     elif summary.witnessed_steps:
-        yield f"verified: the witness computed {summary.witnessed_steps} steps a second time, and agrees"
+        yield f"verified: the witness computed a group a second time (steps: {summary.witnessed_steps}), and agrees"
     if summary.restarts:
         again = f"{summary.lost_steps} steps were lost and trained again" if summary.lost_steps else "no step was lost"
         yield f"resumed {summary.restarts} time{'s' * (summary.restarts > 1)}, {again}"

@@ -9,12 +9,14 @@ import pytest
 import torch
 import xxhash
 from audited_run import STATE, changed, record, record_killed_run
+from typer.testing import CliRunner
 
 from asyncrl.audit.audit import audit
 from asyncrl.audit.history import Outcome, Verdict
 from asyncrl.buffer.ledger import Amount, Fate
 from asyncrl.buffer.records import VersionSpan
 from asyncrl.checkpoints.directory import MANIFEST, FileEntry, RunManifest
+from asyncrl.cli.main import app
 from asyncrl.common.version import Version
 from asyncrl.learner.audit_records import TrainedGroup, TrainedStep
 from asyncrl.learner.records import EvalRecord
@@ -301,6 +303,15 @@ async def test_what_the_witness_of_the_run_has_found_fails_the_audit(
     assert outcome.verdict is verdict, outcome.detail
     if verdict is Verdict.FAILED:
         assert "trained step 0, the witness found 2 times the difference that it accepts" in outcome.detail
+
+
+@pytest.mark.asyncio
+async def test_a_sixth_check_that_was_asked_for_and_is_not_possible_has_an_exit_code(tmp_path: Path) -> None:
+    directory = await record(tmp_path)
+    assert CliRunner().invoke(app, ["audit", str(directory)]).exit_code == 0
+    done = CliRunner().invoke(app, ["audit", str(directory), "--witness-steps", "2"])
+    assert "not possible: 6 witness" in done.stdout
+    assert done.exit_code == 1
 
 
 @pytest.mark.asyncio
