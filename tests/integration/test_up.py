@@ -49,7 +49,7 @@ IMPORTS = {"PYTHONPATH": os.pathsep.join(sys.path)}
 DENSE = "environment.reward=dense_reward:by_checksum"
 """Override for rewards that differ within a group. Without it, the first sentence about the run would warn that all
 rewards are equal."""
-STEPS = 60
+STEPS = 44
 """Steps of the watched run. They take several windows of ten seconds, the range of the dashboards' rates, also on a
 fast machine."""
 WARM_UP_STEPS = 4
@@ -86,9 +86,10 @@ def watched(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             f"learner.total_steps={STEPS}", "staleness.max_versions=2", "learner.groups_logged=4",
             "learner.logprobs_logged=true",
             f"checkpoint.every_steps={STEPS // 4}", "checkpoint.keep=2",
-            # Sequences are long, and the learner waits for groups, so weights arrive in the middle of sequences.
-            "generator.max_concurrent_groups=2",
-            "generator.max_completion_tokens=40",
+            # One group at a time, with long sequences: the learner waits for groups on every machine, so weights arrive
+            # in the middle of sequences.
+            "generator.max_concurrent_groups=1",
+            "generator.max_completion_tokens=50",
             "generator.temperature=2",  # the most that vLLM takes
             "generator.max_starts_per_s=8",
             f"critic.warmup_steps={WARM_UP_STEPS}",
