@@ -1,15 +1,15 @@
 """The ranks' side of the witness: it watches the passes of an update, and repeats those of the drawn group plainly.
 
 The drawn group is one group of the step, chosen at random. The column `witness` has the index of each of its rows
-within the group, and −1 for other rows. A plain pass computes one sequence at a time, without padding and packing. The
-ranks hand over what their passes used and made, and `asyncrl.witness` has the formulas to compare it with.
+within the group, and −1 for other rows. A plain pass computes one sequence, without padding and packing. The ranks hand
+over what their passes used and made, and `asyncrl.witness` has the formulas to compare it with.
 
 Legend: B rows, S tokens, T = S − 1 next tokens.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -180,6 +180,15 @@ def plain_sequences(rows: BatchedDataDict) -> Iterator[PlainSequence]:
             )
 
 
+def equal_sequences(sequences: Iterable[PlainSequence]) -> list[list[PlainSequence]]:
+    """Returns the sequences in lists of those that have the same tokens and supports."""
+    found = defaultdict(list)
+    for sequence in sequences:
+        supports = None if sequence.supports is None else tuple(map(tuple, sequence.supports))
+        found[tuple(sequence.tokens), supports].append(sequence)
+    return list(found.values())
+
+
 def squares(model: torch.nn.Module, *, world_size: int) -> dict[str, float]:
     """Returns this rank's part of the sum of the squares of each gradient, by the name of the tensor. The parts of all
     ranks add up to the sum of the whole tensor, also if several ranks have the same shard."""
@@ -294,12 +303,12 @@ class UpdateWitness:
             run(part, seen)
         fast = left = squares(model, world_size=self._ranks.world_size)
         largest, apart = fast, dict[str, list[float]]()
-        for sequence, logprobs in self._plain_passes(own, model, seen, device=device, backward=True):
+        for sequences, logprobs in self._plain_passes(own, model, seen, device=device, backward=True):
             left = squares(model, world_size=self._ranks.world_size)
             largest = {name: max(square, largest.get(name, 0.0)) for name, square in left.items()}
-            _add_differences(apart, "", seen, sequence, logprobs, of="current")
+            _add_differences(apart, "", seen, sequences, logprobs, of="current")
             if not self._update:  # the weights of the step's start
-                _add_differences(apart, " of the step's start", seen, sequence, logprobs, of="proximal")
+                _add_differences(apart, " of the step's start", seen, sequences, logprobs, of="proximal")
         noted = self._ranks.gather(len(seen.by_logprob))
         if not any(noted):
             return  # a loss of logits, of which nothing is noted, or rows without a trained token
@@ -333,32 +342,37 @@ class UpdateWitness:
         """Compares the reference's log-probs of the drawn rows with those of a plain pass by `model`, which has the
         reference's weights. `is_initial` says whether these are the weights that were loaded first."""
         seen, apart = self.watched, dict[str, list[float]]()
-        for sequence, logprobs in self._plain_passes(drawn_rows(parts), model, seen, device=device, backward=False):
-            _add_differences(apart, " of the reference", seen, sequence, logprobs, of="reference")
+        for sequences, logprobs in self._plain_passes(drawn_rows(parts), model, seen, device=device, backward=False):
+            _add_differences(apart, " of the reference", seen, sequences, logprobs, of="reference")
         self._compare_rows(apart)
         words = "the weights of the reference have changed since they were loaded"
         self._findings.append(Finding(check="rows", ratio=0.0 if is_initial else math.inf, words=words))
 
     def _plain_passes(
         self, rows: Sequence[BatchedDataDict], model: Any, seen: Watched, *, device: torch.device, backward: bool
-    ) -> Iterator[tuple[PlainSequence, list[float]]]:
+    ) -> Iterator[tuple[list[PlainSequence], list[float]]]:
         """Yields this rank's sequences with their log-probs by plain passes. With `backward`, they take the gradient
-        that the slopes in `seen` give away from the gradients of the model."""
+        that the slopes in `seen` give away from the gradients of the model.
+
+        Equal sequences share a pass, because a gradient is linear in the slopes. In bfloat16 each has its own, because
+        the rounding of its log-probs changes its slopes.
+        """
         sequences = [sequence for part in rows for sequence in plain_sequences(part)]
+        shared = equal_sequences(sequences) if self._exact or not backward else [[each] for each in sequences]
         with plain_attention(model, longest=max((len(sequence.tokens) for sequence in sequences), default=0)):
-            for sequence in _filled(sequences, self._ranks, lambda: NO_SEQUENCE):
+            for equal in _filled(shared, self._ranks, lambda: [NO_SEQUENCE]):
                 logprobs = plain_pass(
                     model,
-                    sequence.tokens,
+                    equal[0].tokens,
                     temperature=self._config.generator.temperature,
                     device=device,
-                    supports=sequence.supports,
-                    by_logprob=_slopes(seen, sequence) if backward else None,
-                    by_entropy=_slopes(seen, sequence, of_entropy=True) if backward else None,
-                    rounded=_trained_logprobs(seen, sequence) if backward and not self._exact else None,
+                    supports=equal[0].supports,
+                    by_logprob=_slopes(seen, equal) if backward else None,
+                    by_entropy=_slopes(seen, equal, of_entropy=True) if backward else None,
+                    rounded=_trained_logprobs(seen, equal[0]) if backward and not self._exact else None,
                     factor=-float(self._ranks.world_size),
                 )
-                yield sequence, logprobs
+                yield equal, logprobs
 
     def _compare_rows(self, apart: Mapping[str, Sequence[float]]) -> None:
         """Adds one finding for each policy: whether the log-probs that trained the drawn rows of all ranks agree with
@@ -466,11 +480,14 @@ def _filled(own: Sequence[Any], ranks: Collectives, empty: Callable[[], Any]) ->
     return [*own, *(empty() for _ in range(max(ranks.gather(len(own))) - len(own)))]
 
 
-def _slopes(watched: Watched, sequence: PlainSequence, *, of_entropy: bool = False) -> list[float]:
-    """Returns the slope of each next token of a sequence; 0 for tokens that are not trained."""
-    known = (watched.by_entropy if of_entropy else watched.by_logprob).get(sequence.number, [])
-    at = dict(zip(watched.places.get(sequence.number, []), known, strict=False))
-    return [at.get(place, 0.0) for place in sequence.row_places]
+def _slopes(watched: Watched, sequences: Sequence[PlainSequence], *, of_entropy: bool = False) -> list[float]:
+    """Returns the slope of each next token of equal sequences, added up over them; 0 for tokens that are not
+    trained."""
+    column, slopes = watched.by_entropy if of_entropy else watched.by_logprob, []
+    for sequence in sequences:
+        at = dict(zip(watched.places.get(sequence.number, []), column.get(sequence.number, []), strict=False))
+        slopes.append([at.get(place, 0.0) for place in sequence.row_places])
+    return [sum(each) for each in zip(*slopes, strict=True)]
 
 
 def _trained_logprobs(watched: Watched, sequence: PlainSequence) -> list[float]:
@@ -484,19 +501,20 @@ def _add_differences(
     apart: dict[str, list[float]],
     policy: str,
     watched: Watched,
-    sequence: PlainSequence,
+    sequences: Sequence[PlainSequence],
     logprobs: Sequence[float],
     *,
     of: str,
 ) -> None:
     """Adds the absolute differences of the log-probs of trained tokens from the column `of` of their sample, if it has
-    one."""
-    sample = watched.samples.get(sequence.number)
-    column: Sequence[float] = [] if sample is None else getattr(sample, of)
-    if column:
-        at = dict(zip(watched.places[sequence.number], column, strict=True))
-        places = zip(sequence.row_places, logprobs, strict=True)
-        apart.setdefault(policy, []).extend(abs(at[place] - own) for place, own in places if place in at)
+    one, for each of some equal sequences."""
+    for sequence in sequences:
+        sample = watched.samples.get(sequence.number)
+        column: Sequence[float] = [] if sample is None else getattr(sample, of)
+        if column:
+            at = dict(zip(watched.places[sequence.number], column, strict=True))
+            places = zip(sequence.row_places, logprobs, strict=True)
+            apart.setdefault(policy, []).extend(abs(at[place] - own) for place, own in places if place in at)
 
 
 def _row_findings(found: Differences, *, policy: str, config: Config, exact: bool) -> list[Finding]:

@@ -73,6 +73,14 @@ def test_a_planted_fault_is_found(results: dict[int, dict[str, Any]], world: int
 
 
 @pytest.mark.parametrize("world", WORLDS)
+def test_equal_samples_share_a_plain_pass(results: dict[int, dict[str, Any]], world: int) -> None:
+    found, passes = results[world]["equal samples"]
+    assert found["gradient"] < 0.7
+    assert found["rows"] < 0.7
+    assert passes == 1
+
+
+@pytest.mark.parametrize("world", WORLDS)
 def test_a_failed_check_ends_the_step_before_the_optimizer(results: dict[int, dict[str, Any]], world: int) -> None:
     found = results[world]["stopped"]
     assert "The witness's check `coefficients` found: the ranks' backward pass gave trained token" in found["message"]

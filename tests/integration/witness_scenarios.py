@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import msgspec
 import torch
@@ -25,6 +25,7 @@ from asyncrl.errors import WitnessFailed
 from asyncrl.policy import micro_batch
 from asyncrl.policy.step_loss import needs_proximal, needs_reference
 from asyncrl.policy.worker import PolicyWorker
+from asyncrl.ranks import witnessed as witnessed_module
 from asyncrl.ranks import worker as worker_module
 from asyncrl.ranks.gather import reshard
 from asyncrl.ranks.plan import PlannedUpdate
@@ -45,9 +46,13 @@ DRAWN = 3
 Ratios = dict[str, float]
 
 
-def batch() -> BatchedDataDict:
+EQUAL = 2
+"""A group whose three samples have 4 tokens."""
+
+
+def batch(group: int = DRAWN) -> BatchedDataDict:
     data = join(make_groups())
-    drawn = (data["group_ids"] == DRAWN).nonzero().flatten()
+    drawn = (data["group_ids"] == group).nonzero().flatten()
     data[WITNESS] = torch.full((data.size,), -1)
     data[WITNESS][drawn] = torch.arange(len(drawn))
     return data
@@ -82,6 +87,13 @@ def step(policy: PolicyWorker, name: str) -> Ratios:
 
 def reported(policy: PolicyWorker, name: str, data: BatchedDataDict) -> StepReport:
     return trained_with(policy, ObjectiveLoss(objective_of(name)), data)
+
+
+def with_equal_samples() -> BatchedDataDict:
+    data = batch(EQUAL)
+    drawn = data[WITNESS] >= 0
+    data["input_ids"][drawn] = data["input_ids"][drawn][0]
+    return data
 
 
 def without_drawn_rows() -> BatchedDataDict:
@@ -353,6 +365,9 @@ def run_rank(rank: int, world_size: int, folder: Path, every: bool = False) -> N
             stack.enter_context(plant(policy))
             results[f"fault: {name}"] = step(policy, OBJECTIVES.get(name, "decoupled_icepop"))
         results[f"after: {name}"] = step(policy, "decoupled_icepop")
+    with patch.object(witnessed_module, "plain_pass", Mock(wraps=witnessed_module.plain_pass)) as passes:
+        equal = reported(policy, "reinforce", with_equal_samples()).findings
+    results["equal samples"] = {check: finding.ratio for check, finding in equal.items()}, passes.call_count
     policy.close()
     for mode in ("packed", "padded"):
         policy = worker(f"own {mode}", **MODES[mode])
