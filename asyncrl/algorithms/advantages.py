@@ -278,8 +278,9 @@ def resolve_estimator(advantage: str | Mapping[str, Any] | Callable[..., torch.T
         return OutcomeEstimator(found)
     if isinstance(found, CriticBased):
         raise ConfigError(
-            f"{KEY} = {advantage}: it needs a critic, whose ranks compute these advantages, but `resolve_estimator` "
-            "has no critic; use `asyncrl.value.estimators`, or choose an estimator without a critic"
+            f"{KEY} = {advantage}: it needs a critic, and the critic's ranks compute the advantages, so "
+            "`resolve_estimator` cannot return it; in your own loop, use `asyncrl.value.estimators`, or choose an "
+            "estimator without a critic"
         )
     return _estimator_of(resolve(found.path, key=KEY), found)
 

@@ -164,7 +164,8 @@ class ObjectiveLoss:
     def terms(
         self, data: BatchedDataDict, *, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor | None = None
     ) -> TokenTerms:
-        """Returns the terms of every token, before the aggregation."""
+        """Returns the loss of every token before the aggregation, all penalties but `positive_nll` included. Also
+        returns the part of it that the advantage multiplies, and which tokens are clipped or gated."""
         if missing := sorted(self.columns - set(data)):
             hints = [hint for name, hint in _HINTS.items() if name in missing]
             raise RunError(

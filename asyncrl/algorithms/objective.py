@@ -156,10 +156,9 @@ Surrogate = Reinforce | Linear | Clipped | Weighted | SoftGate | Quadratic | Reg
 
 
 class PreClip(_Axis, frozen=True, kw_only=True):
-    """Bounds the ratio of every token before the ratios of a sequence are pooled (2507.20673).
+    """Bounds the ratio u of every token before the ratios of a sequence are pooled (2507.20673).
 
-    It acts only where the ratio has already moved in the direction in which A pushes it: u ≤ hi where A > 0, and u ≥ lo
-    where A < 0.
+    Only the side to which the advantage A pushes the ratio has a bound: u ≤ hi where A > 0, and u ≥ lo where A < 0.
     """
 
     lo: float

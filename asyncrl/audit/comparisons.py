@@ -15,7 +15,7 @@ EQUAL_CHANGES = 0.02
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """The result of a check over all steps: what it compares, how many `things` it compared, and the worst number with
-    its limit, in `unit`, and where that was. `nothing` says in which runs there is nothing to compare."""
+    its limit, in `unit`, and where that was. `nothing` is the reason to give if it had nothing to compare."""
 
     check: str
     compares: str

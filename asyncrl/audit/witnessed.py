@@ -208,7 +208,7 @@ class _Witness:
     def _compare(self, check: str, number: int, worst: float, where: str) -> None:
         self.found[check] = self.found[check].plus(number, worst, where)
 
-    # --- the passes -------------------------------------------------------------------------------------------------
+    # --- log-probs by the plain pass --------------------------------------------------------------------------------
 
     def _reference(self, rows: Mapping[int, TrainedRow], initial: Version) -> dict[int, list[float]]:
         """Returns the log-probs of rows under the weights with which the run began, if objective or estimator read

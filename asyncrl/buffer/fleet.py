@@ -326,7 +326,8 @@ class Fleet:
         return FORGET_TIMEOUTS * self._timeout_s if only_silent else max(FORGET_S, 2 * self._timeout_s)
 
     def _next_limit_s(self, life: Life) -> float:
-        """Returns for how long a replica may be silent before something is done about it."""
+        """Returns how long a replica in use may be silent before it is quarantined, and any other one before it is
+        forgotten."""
         return self._timeout_s if life.may_be_used else self._forget_s(life)
 
 

@@ -179,7 +179,7 @@ class ReplayBuffer:
         self.ledger.restore(snapshot.ledger, ended=snapshot.ended)
         self.failures.restore(snapshot.failures)
         restore(self.groups, snapshot, earlier=earlier, lineage=lineage, loaded=loaded, now_s=self._clock())
-        # Some of the actors' tickets may have ended.
+        # `restore` may have ended tickets of any actor, so each must name all that it holds in its next heartbeat.
         self.groups.must_report_all.update(life.actor for life in self.fleet.lives().values())
         return earlier.kept.split_tokens(lineage)
 
@@ -609,9 +609,10 @@ def _check_commit(meta: GroupMeta, ticket: Ticket, *, limits: Limits, step: int)
 
 # Stragglers: reserved groups that rule (2) of `staleness.py` needs before the learner may start its next step.
 #
-# If rule (2) fails although enough groups are ready, let d be the smallest deadline at which it fails, and `excess` the
-# number of groups by which it fails there. The policy `staleness.on_deadline` acts on exactly `excess` reserved groups
-# that are due by d, those with the fewest generated tokens first:
+# Rule (2) says for each deadline d that the groups due by d fit into the steps up to d. If it fails although enough
+# groups are ready, let d be the smallest deadline at which it fails, and `excess` the number of groups that do not fit.
+# The policy `staleness.on_deadline` acts on exactly `excess` reserved groups that are due by d, those with the fewest
+# generated tokens first:
 #
 #     wait       nothing: the learner waits
 #     requeue    the attempt ends, and the prompt goes to the front

@@ -1,4 +1,5 @@
-"""The checks of `asyncrl doctor` for machines with NVIDIA GPUs: facts from `nvidia-smi`, and one finding for each."""
+"""The checks of `asyncrl doctor` for machines with NVIDIA GPUs. Each check returns one finding about the machine, from
+`nvidia-smi`, from torch or from its files."""
 
 import ctypes
 import shutil

@@ -170,7 +170,8 @@ def print_previous(run_dir: "RunDir") -> None:
 def again(
     command: str, files: list[Path], overrides: list[str], *, address: str | None = None, allow_public: bool = False
 ) -> list[str]:
-    """Returns the words of the command line that started a run, without `asyncrl`."""
+    """Returns the words of the command line that started a run, without `asyncrl`. Messages name it as the command that
+    resumes the run."""
     words = [command, *(word for file in files for word in ("-c", str(file)))]
     words += ["--address", address] if address else []
     return words + (["--allow-public"] if allow_public else []) + overrides

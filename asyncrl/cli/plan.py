@@ -161,7 +161,8 @@ def _gib(nbytes: float) -> str:
 
 
 def _copy_speed() -> float:
-    """Returns the speed of a copy in this machine's memory by one thread, bytes per second."""
+    """Returns the speed of a copy in this machine's memory by one thread, bytes per second. From it follows how long
+    training waits for a snapshot of the weights."""
     source, target = np.ones(COPIED_BYTES, dtype=np.uint8), np.ones(COPIED_BYTES, dtype=np.uint8)
 
     def seconds() -> float:

@@ -343,7 +343,8 @@ class Coordinator:
         self._without(actor, lost=True)
 
     def _without(self, actor: str, *, lost: bool) -> None:
-        """Forgets an actor that has ended, and expires its tickets. `lost`: it did not end in order."""
+        """Forgets a replica's actor that has ended or must not be used, and expires its tickets. `lost`: it did not end
+        cleanly."""
         if self._replicas.forget(actor):
             self.registry.set_endpoint(replica_of(actor), "")
             self.buffer.ledger.count(Event.REPLICA_LOST, int(lost))
@@ -610,9 +611,9 @@ class Coordinator:
             return
         name, at = self._config.run.name, self.buffer.version.words
         raise LearnerNotRestored(
-            f"run {name!r} has trained {at}, but the checkpoint is of another run with this "
-            "name, or of a learner on another cluster; set run.dir to the directory of this run, or end the run with "
-            f"`asyncrl down {name}`, then start it again"
+            f"run {name!r} is at {at}, but the checkpoint does not continue it: the checkpoint is of another run with "
+            "this name, or a learner on another cluster wrote it; set run.dir to the directory of this run, or end the "
+            f"run with `asyncrl down {name}`, then start it again from the checkpoint"
         )
 
     def _restore(self, restored: Restored, *, lived_on: bool) -> None:
@@ -628,8 +629,9 @@ class Coordinator:
         self.registry.set_state(RunState.STARTING)
         kept = self.buffer.account.issued.tokens
         logger.warning(
-            "the learner goes back from %s to %s: %d tokens of finished groups stay, and %d tokens of groups that lost "
-            "weights finished can be continued, if they were stored (generator.persist_every_tokens)",
+            "the learner goes back from %s to %s: %d tokens of finished groups stay; groups with tokens of weights "
+            "that are now lost are generated again, and continue their %d earlier tokens as far as these were stored "
+            "(generator.persist_every_tokens)",
             left,
             restored.snapshot.version,
             kept - restored.snapshot.buffer.ledger.issued.tokens,

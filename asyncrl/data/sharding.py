@@ -193,7 +193,8 @@ def _close_micro_batches(widths: Sequence[int], *, limit: int) -> list[tuple[int
 
 
 def _packed(chunk: range, lengths: Sequence[int], *, shards: int, args: SequencePackingArgs) -> list[_Part]:
-    """Packs a chunk into bins, whose number is a multiple of `shards`. Bin b is a micro-batch of shard b % shards.
+    """Packs the rows of a chunk into bins. Their number is a multiple of `shards`, and each shard is the rows of one
+    rank. Bin b is a micro-batch of shard b % shards.
 
     All shards have the same number of bins but different numbers of rows. Raises ValueError for a row over the limit,
     and for fewer rows than bins.

@@ -43,7 +43,7 @@ PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = "\n" + "".join(chr(code) for code in range(0x20, 0x7F))
 
 _REPLACED = "replaced"  # key in `tiny.json` of a description: the fingerprint of the model that was there before
-_RECIPE_REVISION = 3  # increased if a change of the code below gives other weights for an equal section
+_RECIPE_REVISION = 3  # increase it if a change of the code below gives other weights for an equal `model.tiny`
 _REPORT_EVERY_STEPS = 25
 _JUDGED_EXAMPLES = 128
 _HELDOUT_TASKS = 256

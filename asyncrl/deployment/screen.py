@@ -21,7 +21,8 @@ SHOW_EVERY_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Screen:
-    """`show` updates the live view, `report` prints a permanent line. `records` gets the records of the run.
+    """`show` updates the live view, and `report` prints a permanent line. The learner passes each record of the run to
+    the sink `records`.
 
     `started_s` is the start of the process on the monotonic clock.
     """

@@ -164,7 +164,7 @@ def _term(term: RewardTerm, section: EnvironmentSection) -> RewardFunction:
     except TypeError as error:
         names = list(signature.parameters)[2:]
         raise ConfigError(
-            f"{key}.options: {term.fn} cannot take them ({error}); its options are {', '.join(names)}"
+            f"{key}.options: the reward {term.fn} cannot take them ({error}); its options are {', '.join(names)}"
         ) from None
     return reward_function(made, named=f"{key}.fn = {term.fn}")
 

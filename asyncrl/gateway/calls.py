@@ -167,7 +167,7 @@ class TextCall(_OpenAICall, frozen=True, kw_only=True):
 
 
 class TokenSampling(msgspec.Struct, frozen=True, kw_only=True):
-    """The sampling parameters of a `TokenCall` that are used. Others are ignored."""
+    """The sampling parameters of a `TokenCall` that are read. Others, such as the temperature, are ignored."""
 
     max_tokens: _Count | None = None
     stop: _Stop | None = None

@@ -73,7 +73,8 @@ def engine_seed(seed: int, name: str) -> int:
 
 
 def rows_of(samples: Sequence[PartialCompletion]) -> BatchedDataDict:
-    """Returns the rows [G, S] that store the samples. Supports are a column [G, S, K]."""
+    """Returns the rows [G, S] that store the samples. A column [G, S, K] has the K token ids among which each token was
+    sampled, if the samples have them."""
 
     def column(of_samples: Iterable[Sequence[float]], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return pad_sequence([torch.tensor(of_tokens, dtype=dtype) for of_tokens in of_samples], batch_first=True)

@@ -261,7 +261,12 @@ class LearnerLoop:
         The policy was not trained. The prompts of the lost groups are generated again, as new attempts. The other
         groups are leased again. Returns the learner's unchanged version.
         """
-        logger.warning("step %d was not trained and is repeated without the lost rows: %s", lease.step, lost)
+        logger.warning(
+            "step %d was not trained, because rows were lost: %s; their groups are generated again, and the step is "
+            "repeated",
+            lease.step,
+            lost,
+        )
         keys = {group_of(sample): None for sample in lost.sample_ids}
         await self.coordinator.call(Coordinator.give_back, lease.incarnation, lease.step)
         await self.coordinator.call(Coordinator.rows_lost, lease.incarnation, list(keys))

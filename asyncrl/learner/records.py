@@ -415,7 +415,8 @@ class Summary(RunTotals, frozen=True, kw_only=True):
 
 # Reads the records of a run that may still write them: `run.json`, `config.yaml` and the JSON lines files.
 #
-# The run may be of another person: `asyncrl.run_files` says what is refused.
+# The run may be of another person, so `asyncrl.run_files` refuses links, files that are not regular, and files that are
+# too large.
 
 Line = TypeVar("Line", bound=msgspec.Struct)
 

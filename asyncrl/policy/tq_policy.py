@@ -126,7 +126,7 @@ class TQPolicy(Policy):
     # -- methods that other trainers on TransferQueue call ---------------------------------------------------------
 
     def _stamp_pad_seqlen(self, meta: KVBatchMeta) -> None:
-        """Calls `asyncrl.ranks.named_rows.stamp_width`."""
+        """Writes into `meta` the width to which driver and ranks pad the rows, as `stamp_width` does."""
         stamp_width(self._rows, meta)
 
     def _packing_args(self, mb_tokens_key: str) -> tuple[SequencePackingArgs | None, DynamicBatchingArgs | None]:

@@ -274,7 +274,7 @@ class RankGroup(Generic[WorkerT]):
             alive = not any(isinstance(error, ray.exceptions.RayActorError) for error in failures.values())
             concurrent.futures.wait(answers, timeout=None if timeout_s is None and alive else self._grace_s)
         if failures := _failures(answers):
-            raise _first_cause(failures, what=name, section=self._worker.section)
+            raise _root_cause(failures, what=name, section=self._worker.section)
         if late:
             unfinished = [rank for rank, answer in enumerate(answers) if answer in late]
             raise _Unfinished(f"{self._worker.section} ranks {unfinished} did not finish {name}")
@@ -322,7 +322,7 @@ class RankGroup(Generic[WorkerT]):
         if not failures and not late:
             return [answer.result() for answer in answers]
         if failures:
-            cause = _first_cause(failures, what=what, section=self._worker.section)
+            cause = _root_cause(failures, what=what, section=self._worker.section)
         else:
             unanswered = [rank for rank, answer in enumerate(answers) if answer in late]
             cause = CallTimeout(
@@ -359,7 +359,7 @@ def _failures(answers: Sequence["concurrent.futures.Future[Any]"]) -> dict[int, 
     return {rank: error for rank, error in errors.items() if error is not None}
 
 
-def _first_cause(failures: dict[int, BaseException], *, what: str, section: str) -> BaseException:
+def _root_cause(failures: dict[int, BaseException], *, what: str, section: str) -> BaseException:
     """Returns the likely root cause: an error other than a broken connection, if there is one."""
     rank, error = min(failures.items(), key=lambda item: (_is_broken_connection(item[1]), item[0]))
     cause = getattr(error, "cause", None) or error

@@ -67,7 +67,7 @@ class OwnLoss:
         group = _group(data, numbers)
         try:
             first, second = slopes_of_rows(group), slopes_of_rows(group)
-        except Exception as error:  # a function that fails here must not end a step that it does not fail in
+        except Exception as error:  # the step itself did not fail, so it goes on
             self.problem = f"it failed on the drawn group alone: {describe_error(error)}"
             return
         if not torch.isfinite(first).all():

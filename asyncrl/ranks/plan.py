@@ -53,8 +53,9 @@ class BatchingPlan:
     def packing(self) -> SequencePackingArgs | None:
         """The arguments for packed rows, as a new dict; None in other modes.
 
-        Rows of a group are neighbours. They share their prompt if they are in the same micro-batch, and every row still
-        counts with all of its tokens, so `tokens` is an upper bound of what a pass computes.
+        The limit of a micro-batch is the plan's `tokens`. The rows of a group are neighbours, and a pass computes their
+        prompt once if they are in the same micro-batch. The limit counts the prompt with every row, so a pass computes
+        at most `tokens` tokens.
         """
         if self.mode != "packed":
             return None

@@ -148,7 +148,7 @@ class Memberships:
     def _is_old(self, version: Version) -> bool:
         return any(offered > version for offered in self._offered)
 
-    # -- the weight store --------------------------------------------------------------------------------------------
+    # -- called by `WeightStore` -------------------------------------------------------------------------------------
 
     def _offers(self, versions: set[Version]) -> None:
         """Forgets the bytes of all other versions. The caller holds the lock, and wakes those that wait."""

@@ -100,8 +100,9 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
         return msgspec.msgpack.encode(self._received.manifest)
 
     def prepare(self, update_info: dict[str, Any], pipe: str, message: bytes) -> None:
-        """Begins to prepare a mapped update in a thread. It is then applied by `update_weights` with the same
-        `update_info`. Writes `message` to `pipe` at its end, also if it fails, or if there is nothing to prepare."""
+        """Starts a thread that prepares an update from a memory-mapped file. `update_weights` with the same
+        `update_info` then applies it. At its end, the thread writes `message` to `pipe`, also if it has failed or had
+        nothing to prepare."""
         if self._preparing is not None:
             wait([self._preparing.ended])  # of an update that was given up
         swap = None if self._reloading else self._swap

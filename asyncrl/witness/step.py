@@ -66,7 +66,7 @@ def scored(completion: Completion, config: Config) -> Scored:
         limit, buffer = config.generator.max_completion_tokens, config.algorithm.overlong_buffer_tokens
         cut = completion.truncated
         reward = shaped(reward, tokens=completion.tokens, truncated=cut, limit_tokens=limit, buffer_tokens=buffer)
-    # the first path compares and subtracts rewards in float32, so 0.1 + 0.2 and 0.3 are equal
+    # the learner compares and subtracts rewards in float32, where 0.1 + 0.2 and 0.3 are equal
     components = {name: float(np.float32(value)) for name, value in completion.components.items()}
     return Scored(
         group=completion.group, reward=float(np.float32(reward)), tokens=completion.tokens, components=components
