@@ -102,7 +102,7 @@ _NAMES = {
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
-if not TYPE_CHECKING:  # type checkers see the imports above, and would accept any name beside a __getattr__
+if not TYPE_CHECKING:  # type checkers see the imports above; with a __getattr__ they would accept any other name too
     __all__ = ["__version__", *_MODULES]
 
     def __getattr__(name: str) -> Any:

@@ -59,9 +59,9 @@ def run(
     step and `on_eval` with the record of each held-out evaluation, in the caller's thread. `progress` prints the run's
     progress. A run of this name that did not finish is resumed from its newest checkpoint, unless `fresh` is True.
 
-    Raises what ends the run: ConfigError and DatasetError before anything has started, RunError if this process
-    already uses Ray, and others of `asyncrl.errors` later. If a callback raises, or on Ctrl-C (in a notebook:
-    "interrupt"), the run first ends in order and saves its weights; then the error is raised. A second Ctrl-C is raised
+    Raises the error that ends the run: ConfigError and DatasetError before anything has started, RunError if this
+    process already uses Ray, and others of `asyncrl.errors` later. If a callback raises, or on Ctrl-C (in a notebook:
+    "interrupt"), the run first ends cleanly and saves its weights; then the error is raised. A second Ctrl-C is raised
     at once, while the run ends in the background. In the main thread, SIGTERM without a handler counts as Ctrl-C.
 
     >>> import asyncrl
@@ -71,7 +71,7 @@ def run(
     layer = config.model_dump(mode="json") if isinstance(config, Config) else config
     checked, warnings = checked_config([layer, overrides or {}], [])
     print_warnings(warnings)
-    if "ray" not in sys.modules:  # if it is, Ray ignores the variable that this sets, and turns tokens on by itself
+    if "ray" not in sys.modules:  # an imported Ray ignores the variable that is set here, and turns tokens on by itself
         use_ray_token(own=checked.ray.address is None)
     prompts = prepare(checked)
     choose = _enter_ray(checked, no_checkpoint if fresh else unfinished_run)
@@ -91,7 +91,8 @@ def run(
 
 
 class _CallbackRecords(RecordSink):
-    """Keeps the records for the result, and puts the caller's callbacks into `calls`."""
+    """Keeps the records for the result of `run`, and puts a call of the user's callback for each record into the queue
+    `calls`. The caller's thread takes these calls out and makes them."""
 
     def __init__(
         self,
@@ -116,9 +117,10 @@ class _CallbackRecords(RecordSink):
 
 
 def _enter_ray(config: Config, choose: Choice) -> Choice:
-    """Joins the cluster at `ray.address`, if there is one. Returns the choice of `join_admitted`.
+    """Joins the cluster at `ray.address`, if it is set. Returns the function that chooses the checkpoint from which the
+    run is resumed: `choose`, or what `join_admitted` makes of it.
 
-    Raises RunError if this process already uses Ray.
+    Raises RunError if this process already uses Ray, and the error with which a run on the cluster refuses this one.
     """
     import ray
 
@@ -129,5 +131,5 @@ def _enter_ray(config: Config, choose: Choice) -> Choice:
         )
     if config.ray.address is None:
         return choose
-    with ThreadPoolExecutor(1) as pool:  # the caller's thread may run an event loop
+    with ThreadPoolExecutor(1) as pool:  # `join_admitted` needs an event loop, and the caller's thread may run one
         return pool.submit(join_admitted, config.ray.address, config, choose=choose).result()

@@ -13,7 +13,8 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Replaces the file `path` by a file that contains `data`. Returns when the disk has the new file.
 
     Several processes may write the same path at once; the file of the last one stays. Each writes to a temporary file
-    of its own in the same directory, and renames it. It first removes the temporary files of writers that were killed.
+    of its own in the same directory, and renames it. The function first removes the temporary files of writers that
+    were killed.
     """
     _remove_leftovers(path)
     temporary, file = _temporary_file(path)
@@ -56,12 +57,13 @@ def _temporary_file(path: Path) -> tuple[Path, BinaryIO]:
 
 def _remove_leftovers(path: Path) -> None:
     for leftover in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
-        # It fails if a writer has locked or renamed the file.
+        # An OSError is expected if a live writer holds the lock, or has renamed the file meanwhile.
         with contextlib.suppress(OSError), open(leftover, "rb", opener=_plain) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             leftover.unlink()
 
 
 def _plain(path: str, flags: int) -> int:
-    """Opens a file that another program may have put there: it waits for no writer of a pipe, and follows no link."""
+    """Opens a file without following a link, and without waiting for the writer of a pipe: another program may have
+    made the entry."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)

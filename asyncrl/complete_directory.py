@@ -40,14 +40,14 @@ def _replaced(path: Path) -> Path:
 
 
 def published(path: Path) -> Path:
-    """Returns the directory that was last published for `path`: the one that was being replaced, if a save was killed
-    meanwhile, else `path`, which need not exist."""
+    """Returns the directory that was last published for `path`. It is `_replaced(path)` if a save was killed while it
+    replaced that directory, else `path`, which need not exist."""
     return _replaced(path) if not (path / COMPLETE).exists() and (_replaced(path) / COMPLETE).exists() else path
 
 
 def prepare(path: Path) -> None:
-    """Creates an empty directory to write in, and removes the leftover of a killed save. It deletes nothing that is not
-    a checkpoint."""
+    """Creates the empty directory `unfinished(path)` to write in, and removes the leftover of a killed save there.
+    Raises CheckpointError if `path` has other files than those of a checkpoint, which `publish` must not replace."""
     if path.exists() and not (path / COMPLETE).exists() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(
             f"{path} exists, but it is not a checkpoint, because it has no file {COMPLETE}; name another path"
@@ -57,8 +57,8 @@ def prepare(path: Path) -> None:
 
 
 def finish(path: Path, *, save_id: str) -> None:
-    """Marks `unfinished(path)` as complete. The disk has all files and their names first, so that they survive a crash
-    of the machine."""
+    """Marks `unfinished(path)` as complete. Before it writes the mark, waits until the disk has all files and their
+    names, so that a marked directory is complete also after a crash of the machine."""
     marker = Marker(save_id=save_id, files=sizes_below(unfinished(path)))
     for entry in (unfinished(path), *unfinished(path).rglob("*")):
         sync(entry)
@@ -85,8 +85,8 @@ def discard(path: Path) -> None:
 
 
 def put_back(path: Path) -> None:
-    """Moves the old directory back to `path` if a save was killed while it replaced it. Another process must not write
-    there now."""
+    """Moves the old directory from `_replaced(path)` back to `path`, if a save was killed while it replaced that
+    directory. No other process may save to `path` at the same time."""
     if published(path) != path:
         published(path).rename(path)
 

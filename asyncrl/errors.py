@@ -10,22 +10,25 @@ AsyncRLError
 │   ├── FileRefused            an entry of a run directory is not a file that a run writes
 │   ├── ClusterElsewhere       a run directory names a Ray cluster of which this machine is not a node
 │   ├── AnotherRun             the run on a cluster has the name of a run directory, and is not its run
+│   ├── LearnerNotRestored     a new learner would continue a run without the weights that the run has trained
+│   ├── Fenced                 another learner has taken over the run of this learner
 │   ├── RunMismatch            a deployment tries to join a run with another shared configuration or other prompts
 │   ├── HandshakeError         the pools disagree on tokenizer, vocabulary or log-probs (F25)
 │   ├── GeneratorPoolExhausted fewer live replicas than `generator.min_replicas`
-│   ├── RunEnded               the run has ended, so that it cannot be watched, or `asyncrl down` ended it
+│   ├── RunEnded               `asyncrl down` ended the run, or another run took its directory while it was watched
 │   ├── StallError             no progress within `run.stall_timeout_s` (F5)
 │   ├── ReplicaFailed          a replica of the generator pool cannot go on
 │   │   ├── EngineDied         a process of its engine has ended
 │   │   ├── EngineStuck        its engine generates no token
-│   │   └── Quarantined        the coordinator gives it no tickets any more
+│   │   └── Quarantined        the coordinator gives no tickets to it any more
 │   ├── PlacementError         Ray had no resources for a process before the deadline
 │   ├── ActorGone              the process that serves a call has ended
 │   │   └── RowsLost           the process that stored some rows has ended, and the rows with it (F37)
-│   ├── CallTimeout            a call of another process took longer than its limit
+│   ├── CallTimeout            a call to another process took longer than its limit
+│   │   └── ActorUnreachable   an actor cannot be reached at the moment; its process may live
 │   ├── CallRefused            the ranks cannot use the arguments of a call; the ranks stay usable
 │   │   ├── MissingColumns     the rows lack columns that a loss reads; no training step was made
-│   │   ├── ImpreciseColumns   a loss sums log-probs over sequences, and they have half precision
+│   │   ├── ImpreciseColumns   a loss sums log-probs over sequences, and the log-probs have half precision
 │   │   ├── LossFailed         a loss function raised an error, or did not return a scalar and metrics
 │   │   ├── WitnessFailed      an update or an evaluation is not the one that the configuration describes
 │   │   └── Offloaded          the model was moved off its devices for a refit and was not moved back
@@ -35,18 +38,20 @@ AsyncRLError
 │   ├── InfraError             the rollout is retried elsewhere, at most `buffer.max_attempts` times
 │   └── DataError              not retried; `generator.max_data_failures` consecutive ones stop the run
 ├── CheckpointError            a checkpoint cannot be written or loaded
-│   ├── CheckpointIncomplete   the save did not finish, or files are missing (F7)
-│   └── CheckpointMismatch     a tensor's name, shape or dtype differs from the live model
+│   ├── CheckpointIncomplete   the directory has no marker of a finished save (F7)
+│   ├── CheckpointDamaged      a file of a finished save is missing, cannot be read or has changed
+│   └── CheckpointMismatch     a tensor differs from the live model, or directories are of different saves
 └── WeightError                a weight update cannot be applied
     ├── ManifestMismatch       a name, shape or dtype differs (F12)
     │   └── WeightsDamaged     bytes arrived damaged (F12)
-    ├── VersionRegression      the offered version is older than the loaded version (F13)
+    ├── VersionRegression      a version is older than the one that was loaded or published before (F13)
+    ├── VersionConflict        a version was published again with other bytes
     ├── TornReplica            only part of an update was applied; the replica stays paused (F11)
     ├── ParityError            the engine's log-probs differ from the learner's log-probs
     │   └── FirstParityError   they differ for the first weights of an engine
     ├── ManifestVoid           the process that published the weights has ended, and their bytes with it
     ├── FetchFailed            the bytes of a version did not arrive in time, or there was no memory for them
-    ├── CollectiveError        a peer of the weights' process group is dead, missing or late
+    ├── CollectiveError        a peer of the weights' process group is dead, missing or did not answer in time
     └── UpdateRefused          another peer refused the update before the transfer; the process group stays usable
 
 Each message names the key or value, the limit, and what the user can do.
@@ -61,8 +66,8 @@ from enum import StrEnum
 class AsyncRLError(Exception):
     """Base class of every error that asyncrl raises on purpose. Errors cross processes with all their attributes.
 
-    `restart_mends`: whether the run may go on if it is started again from a checkpoint, because a process or a
-    connection failed, and not the run itself.
+    `restart_mends` is True if a restart of the run from its checkpoint may succeed: a process or a connection failed,
+    and the cause is not in the configuration, the data or the code.
     """
 
     restart_mends = False
@@ -94,15 +99,17 @@ class FileRefused(RunError, OSError):
 
 
 class ClusterElsewhere(RunError):
-    """A run directory names a Ray cluster of which this machine is not a node. The user's token was not sent there."""
+    """A run directory names a Ray cluster of which this machine is not a node. No token was sent to that cluster."""
 
 
 class AnotherRun(RunError):
-    """The run on a Ray cluster has the name of a run directory, but another nonce than run.json there."""
+    """The run on a Ray cluster has the name of a run directory, but another nonce than the run.json of that directory.
+    So it is another run."""
 
 
 class LearnerNotRestored(RunError):
-    """A new learner would continue a run whose trained weights it does not have."""
+    """A new learner would continue a run, but it does not restore a checkpoint with the weights that the run has
+    trained so far."""
 
 
 class Fenced(RunError):
@@ -118,13 +125,15 @@ class HandshakeError(RunError):
 
 
 class GeneratorPoolExhausted(RunError):
-    """A generator deployment has fewer live replicas than `generator.min_replicas`."""
+    """A generator deployment has fewer live replicas than `generator.min_replicas`, and could not start enough of them
+    again in time."""
 
     restart_mends = True
 
 
 class RunEnded(RunError):
-    """The run has ended: a command wants to watch it, or `asyncrl down` ended it."""
+    """`asyncrl down` ended the run of this learner. Or a command watches a run, and another run has taken its
+    directory."""
 
 
 class StallError(RunError):
@@ -158,7 +167,7 @@ class ActorGone(RunError):
 
 
 class CallTimeout(RunError, TimeoutError):
-    """A call of another process took longer than its limit."""
+    """A call to another process took longer than its limit."""
 
     restart_mends = True
 
@@ -168,8 +177,8 @@ class ActorUnreachable(CallTimeout):
 
 
 class RowsLost(ActorGone):
-    """Rows are lost, because the process that stored them has ended or cannot be reached. `sample_ids` holds the ids of
-    the lost rows."""
+    """Rows are lost, because the process that stored them has ended or cannot be reached. `sample_ids` has the ids of
+    these rows."""
 
     def __init__(self, message: str, *, sample_ids: Sequence[str]) -> None:
         super().__init__(message)
@@ -182,7 +191,7 @@ class PlacementError(RunError):
 
 class CallRefused(RunError):
     """The ranks cannot use the arguments of a call. The ranks accept the next call, and no rank has changed its state.
-    The one exception is described in `LossFailed`."""
+    There is one exception: before a `LossFailed`, earlier updates of the same call were applied."""
 
 
 class MissingColumns(CallRefused):
@@ -203,10 +212,11 @@ class LossFailed(CallRefused):
 
 
 class WitnessFailed(CallRefused):
-    """An update is not the one that the configuration describes: the text names the check, the token or the tensor, and
-    both numbers. The optimizer update was not applied on any rank.
+    """The witness found that an update is not the one that the configuration describes. The text names the check, the
+    token or the tensor, and both numbers. The optimizer update was not applied on any rank.
 
-    Or an evaluation is not greedy that must be: the text has the number of tokens."""
+    Also raised after an evaluation that must be greedy and sampled tokens that are not the most probable ones. The text
+    then has their number."""
 
 
 class Offloaded(CallRefused):
@@ -286,7 +296,8 @@ class WeightsDamaged(ManifestMismatch):
 
 
 class VersionRegression(WeightError):
-    """The offered version is older than the version that is loaded, within one incarnation of the learner."""
+    """A version of the weights is older than the one that the replica has loaded, or than the newest published one. It
+    has fewer steps, or is of an earlier incarnation of the learner."""
 
 
 class VersionConflict(WeightError):
@@ -304,8 +315,8 @@ class ParityError(WeightError):
 
 
 class FirstParityError(ParityError):
-    """The log-probs differ, by at most `nats`, for the first weights that this start of the engine has loaded. NaN if
-    only the text of the error arrived."""
+    """For the first weights that this start of the engine has loaded, engine and learner compute different log-probs.
+    `nats` is the largest difference. It is NaN if only the text of the error came from the other process."""
 
     def __init__(self, message: str, *, nats: float = math.nan) -> None:
         super().__init__(message)
@@ -323,7 +334,8 @@ class FetchFailed(WeightError):
 
 
 class CollectiveError(WeightError):
-    """A peer of the weights' process group is dead, missing or late. The group is closed, and no weight was changed."""
+    """A peer of the weights' process group is dead, missing or did not answer in time. The group is closed, and no
+    weight was changed."""
 
     restart_mends = True
 

@@ -1,9 +1,9 @@
 """Reads the files of a run directory that another person may have made, for example one that came by mail.
 
     read(run / "run.json")                                   the content of a file of the directory
-    read(run / "samples" / "step-1.jsonl", inside=run)       of a file in a folder of it
-    names(run / "samples", inside=run)                       the names of the files and folders in it
-    check_plain(run)                                         raises for a directory that a run must not write to
+    read(run / "samples" / "step-1.jsonl", inside=run)       the content of a file in a folder of the directory
+    names(run / "samples", inside=run)                       the names of the files and folders in a folder
+    check_plain(run)                                         raises an error if the directory has a link or a pipe
 
 `inside` is the directory that the user named; its own path may have symbolic links. Below it, every part of a path is
 opened relative to the part before it. Nothing is read or written outside of the directory, because no symbolic link
@@ -26,7 +26,7 @@ with a record in each line."""
 FILE_BYTES = 2**30
 """Largest file with many records, such as steps.jsonl."""
 MOST_FOLDERS = 50
-"""Deepest folder of a run directory. Python cannot remove much deeper ones."""
+"""Largest number of folders between a run directory and a file in it. Python cannot remove much deeper folders."""
 UNREADABLE = (OSError, ValueError, RecursionError, MemoryError)
 """Errors of a file that cannot be opened or decoded: it is missing or refused, is not UTF-8 or not a record, or is
 nested too deeply. An error of msgspec is a ValueError."""
@@ -43,7 +43,8 @@ _KINDS = (
 
 
 def opened(path: Path, *, inside: Path | None = None) -> BinaryIO:
-    """Opens a regular file to read it. `inside` is the directory that contains it; default: its folder.
+    """Opens a regular file to read it. `inside` is the run directory that must contain the file, at any depth; default:
+    the file's own folder.
 
     Raises FileNotFoundError, FileRefused if it is not a regular file inside of the directory, or another OSError.
     """
@@ -63,15 +64,16 @@ def read(path: Path, *, inside: Path | None = None, most: int = RECORD_BYTES) ->
     with opened(path, inside=inside) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
             raise FileRefused(
-                f"{_named(path)} has {size:,} bytes, and at most {most:,} are read: asyncrl writes no such file; look "
-                "at it, or leave it out"
+                f"{_named(path)} has {size:,} bytes, and at most {most:,} are read: asyncrl does not write such a "
+                "large file; look at it, and remove it if it is not a file of the run"
             )
         return file.read(most)
 
 
 def names(folder: Path, *, inside: Path | None = None) -> list[str]:
-    """Returns the names of the regular files and folders in `folder`, in order; none if there is no such folder.
-    Symbolic links, pipes and devices are left out. Raises FileRefused if a folder on the way is a link."""
+    """Returns the sorted names of the regular files and folders in `folder`; none if there is no such folder. Symbolic
+    links, pipes and devices are left out. Raises FileRefused if `folder`, or a folder between `inside` and it, is a
+    link."""
     try:
         with _folder(folder, inside=inside) as at:
             place = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=at)
@@ -85,8 +87,8 @@ def names(folder: Path, *, inside: Path | None = None) -> list[str]:
 
 
 def sizes_below(folder: Path) -> dict[str, int]:
-    """Returns the size in bytes of each file in all folders below `folder`, by its path there, in order. Raises
-    FileRefused if one of them is not a regular file, or has more than `MOST_FOLDERS` folders above it."""
+    """Returns the size in bytes of each file below `folder`, at any depth, by its path relative to `folder`. Raises
+    FileRefused if an entry is neither a regular file nor a folder, or has more than `MOST_FOLDERS` folders above it."""
     found: dict[str, int] = {}
     folders = [(folder, 0)]
     while folders:
@@ -106,7 +108,8 @@ def sizes_below(folder: Path) -> dict[str, int]:
 
 def check_plain(directory: Path, *, except_for: Sequence[str] = ()) -> None:
     """Raises FileRefused if an entry of the directory or of one of its folders, at any depth, is not a regular file or
-    a folder. `except_for` has the names of folders that other programs write, whose entries are not looked at."""
+    a folder. `except_for` has the names of folders in `directory` that other programs write. Their entries are not
+    checked."""
     with os.scandir(directory) as entries:
         for each in entries:
             if not _is_plain(each):
@@ -116,10 +119,11 @@ def check_plain(directory: Path, *, except_for: Sequence[str] = ()) -> None:
 
 
 def _open(path: Path, flags: int, *, inside: Path | None) -> int:
-    """Returns the descriptor of a regular file."""
+    """Opens `path` with `flags` and returns its descriptor. Follows no link below `inside`, and raises FileRefused if
+    `path` is not a regular file."""
     with _folder(path.parent, inside=inside) as at:
         try:
-            with contextlib.suppress(FileNotFoundError):  # `os.open` creates it, or raises the error
+            with contextlib.suppress(FileNotFoundError):  # `os.open` then creates the file, or raises the error
                 _check(path, os.stat(path.name, dir_fd=at, follow_symlinks=False))
             descriptor = os.open(path.name, flags | _FLAGS, 0o666, dir_fd=at)
         except FileRefused:
@@ -137,7 +141,8 @@ def _open(path: Path, flags: int, *, inside: Path | None) -> int:
 
 @contextlib.contextmanager
 def _folder(folder: Path, *, inside: Path | None) -> Iterator[int]:
-    """Yields a descriptor of a folder, which is `inside` or below it."""
+    """Yields a descriptor of `folder`, which must be `inside` or a folder below it. Raises FileRefused if it is not, or
+    if a part of the path below `inside` is a link."""
     inside = folder if inside is None else inside
     if not folder.is_relative_to(inside) or ".." in (parts := folder.relative_to(inside).parts):
         raise FileRefused(

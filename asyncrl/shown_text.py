@@ -2,7 +2,7 @@
 
 `shown` replaces the values of the run's secrets by their names, and control characters by visible escapes. A completion
 or an error may contain the escape sequences of a terminal, which would move the cursor, hide lines, or change the
-title. All log records and all lines of the commands pass through it: log records in `LogFormatter`, lines in
+title. All log records and all lines of the commands pass through `shown`: log records in `LogFormatter`, lines in
 `asyncrl.cli.terminal.say`.
 """
 
@@ -21,7 +21,7 @@ _redact: Callable[[str], str] = str
 
 
 def hide(redact: Callable[[str], str]) -> None:
-    """Sets the function that removes the run's secrets from all text that this process shows from now on."""
+    """Sets the function that replaces the run's secrets in all text that this process shows from now on."""
     global _redact
     _redact = redact
 
@@ -43,12 +43,12 @@ def escaped(text: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Returns `text` as this process may show it."""
+    """Returns `text` without the run's secrets, and with escapes instead of control characters."""
     return escaped(redacted(text))
 
 
 class LogFormatter(logging.Formatter):
-    """Formats log records, with their tracebacks, as text that may be shown."""
+    """Formats log records, with their tracebacks, and passes the text through `shown`."""
 
     def __init__(self) -> None:
         super().__init__(LOG_FORMAT)

@@ -11,7 +11,8 @@ MAX_TEXT_CHARS = 500
 
 _ASYNCRL = Path(__file__).parent
 _RECIPES = _ASYNCRL / "recipes"
-"""Folder of the recipes in an installed package. Their modules are examples of a user's own code, and count as it."""
+"""Folder of the recipes in an installed package. Their modules are examples of a user's own code, and count as a user's
+code, not as asyncrl's."""
 _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 _INSTALLED = {"site-packages", "dist-packages"}
 
@@ -29,7 +30,8 @@ def describe_error(error: BaseException) -> str:
 
 
 def type_and_text(error: BaseException) -> str:
-    """Returns `describe_error` without the place: for readers who must not see the user's files, such as the model."""
+    """Returns the type and the text of an error, as in `describe_error`, but not the file and the line. For text that
+    the model reads, which must not name the user's files."""
     try:
         text = str(error)
     except Exception:  # an exception's own __str__ may raise; its type and place can still be shown

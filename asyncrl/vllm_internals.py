@@ -46,8 +46,9 @@ if TYPE_CHECKING:  # `as` makes a name public for type checkers
 class Name(NamedTuple):
     """A name in a module of vLLM, and what asyncrl does with it: `use` continues the sentence "asyncrl …".
 
-    `members` are the attributes and methods of a class that asyncrl uses, separated by spaces. A method has the names
-    of the parameters that asyncrl passes. Without members, asyncrl uses the name itself only.
+    `members` are the attributes and methods of a class that asyncrl uses, separated by spaces. The names of the
+    parameters that asyncrl passes to a method follow the method in parentheses. Without members, asyncrl uses the name
+    itself only.
     """
 
     module: str
@@ -57,13 +58,13 @@ class Name(NamedTuple):
 
     @property
     def parts(self) -> list[str]:
-        """The name, or its members as `Class.member`."""
+        """The names to look up in vLLM: each member as `Class.member`; without members, the name itself."""
         return [f"{self.name}.{member}" for member in self.members.split()] or [self.name]
 
 
 class Text(NamedTuple):
-    """A text in the source of a module of vLLM, and what asyncrl does with it: the form of a log line or of the name of
-    a process, or numbers that asyncrl has too."""
+    """A text in the source of a module of vLLM on which asyncrl relies, for example the form of a log line, the name of
+    a process, or numbers that asyncrl repeats. `use` says what for: it continues the sentence "asyncrl …"."""
 
     module: str
     text: str
@@ -300,7 +301,7 @@ def dotted(name: str) -> str:
     return f"{_MODULES[name]}.{name}"
 
 
-if not TYPE_CHECKING:  # type checkers see the imports above, and would accept any name beside a __getattr__
+if not TYPE_CHECKING:  # type checkers see the imports above; with a __getattr__ they would accept any other name too
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:
@@ -315,7 +316,7 @@ def installed() -> Path | None:
     """Returns the folder with the source of the installed vLLM, without importing it; None if there is none."""
     try:
         spec = find_spec("vllm")
-    except ValueError:  # a module without a spec, such as a test's, has the name vllm
+    except ValueError:  # `sys.modules` has a `vllm` without a spec, such as that of a test
         return None
     folders = (spec.submodule_search_locations if spec is not None else None) or ()
     return next((Path(folder) for folder in folders if (Path(folder) / "__init__.py").is_file()), None)
@@ -366,8 +367,9 @@ def _is_there(folder: Path, entry: Name, part: str) -> bool:
 def _definition(
     folder: Path, module: str, name: str, *, seen: frozenset[tuple[str, str]] = frozenset()
 ) -> tuple[str, ast.stmt] | None:
-    """Returns where a name is defined, also if `module` imports it from another module of vLLM: the name of that module
-    and the statement. `seen` are the names that led here: two modules may import a name from each other."""
+    """Returns where a name is defined: the name of the module and the statement. If `module` imports the name from
+    another module of vLLM, follows the import. Returns None if vLLM does not define the name. `seen` has the (module,
+    name) pairs that were followed already, because two modules may import a name from each other."""
     if (module, name) in seen:
         return None
     seen |= {(module, name)}
@@ -394,8 +396,8 @@ def _origin(folder: Path, module: str, statement: ast.ImportFrom) -> str:
 
 
 def _members(folder: Path, module: str, statement: ast.stmt, member: str) -> Iterator[ast.AST]:
-    """Yields what defines a member of a class: statements in its body, assignments to `self.member`, and the same in
-    its bases.
+    """Yields what defines a member of the class that `statement` defines in `module`: statements in the class's body,
+    assignments to `self.member`, and the same in its base classes. Yields nothing for a statement that is not a class.
 
     Instances are not made, so an attribute that an instance gets is recognised by the assignment to `self` in a method.
     """
@@ -407,7 +409,7 @@ def _members(folder: Path, module: str, statement: ast.stmt, member: str) -> Ite
         each for each in attributes if isinstance(each.ctx, ast.Store) and ast.unparse(each) == f"self.{member}"
     )
     for base in statement.bases:
-        base = base.value if isinstance(base, ast.Subscript) else base  # of a generic class
+        base = base.value if isinstance(base, ast.Subscript) else base  # `Base` of `Base[T]`
         name = base.id if isinstance(base, ast.Name) else base.attr if isinstance(base, ast.Attribute) else ""
         of_module = _module_of(folder, module, base)
         if of_module and (found := _definition(folder, of_module, name)):
@@ -415,8 +417,9 @@ def _members(folder: Path, module: str, statement: ast.stmt, member: str) -> Ite
 
 
 def _module_of(folder: Path, module: str, base: ast.expr) -> str:
-    """Returns the module in which a base class is looked up: that of the class, or the one before the dot in
-    `client.MPClient`. Empty if it is not a module of vLLM."""
+    """Returns the module in which the expression `base` of a base class is looked up: `module` itself for a name, and
+    for `client.MPClient` the module that `client` names. Empty if `module` does not import it, and for other
+    expressions."""
     if isinstance(base, ast.Name):
         return module
     if isinstance(base, ast.Attribute) and isinstance(base.value, ast.Name):
@@ -461,7 +464,8 @@ def _version() -> str:
 
 
 def main() -> int:
-    """Prints what is missing in the vLLM of this environment. Returns 1 if anything is, and 2 without a vLLM."""
+    """Prints which entries of the table the installed vLLM lacks. Returns the exit status: 0 if it has all of them, 1
+    if it lacks some, and 2 if vLLM is not installed."""
     folder = installed()
     if folder is None:
         print("vLLM is not installed in this environment; install it, with `--no-deps` if its source is enough")

@@ -74,8 +74,12 @@ Estimator = Callable[[Samples], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class OutcomeEstimator:
-    """The estimator that `axes` describes. A call raises RunError if the samples lack a column that the axes need, or
-    if a reward is negative and the axes need rewards of at least 0."""
+    """An estimator of one advantage for each sample: (reward − baseline) / scale, then whitened over the step. `axes`
+    chooses the baseline, the scale and the whitening.
+
+    A call raises RunError if the samples lack a column that the axes need, or if a reward is negative and the axes need
+    rewards of at least 0.
+    """
 
     axes: Outcome
 
@@ -112,8 +116,9 @@ class OutcomeEstimator:
         return {name: rewards_N / (1 + self.axes.length_penalty * relative_N) for name, rewards_N in found.items()}
 
     def varied(self, samples: Samples) -> torch.Tensor:
-        """Returns True for samples whose group has unequal rewards, bool [N], after the length penalty. With a baseline
-        that does not compare the samples of a group, it returns True for all: equal rewards have a gradient too."""
+        """Returns True for samples whose group has unequal rewards after the length penalty, bool [N]. With several
+        reward components, one unequal component suffices. With a baseline that does not compare the samples of a group,
+        it returns True for all: equal rewards have a gradient too."""
         if self.axes.baseline not in GROUP_BASELINES:
             return torch.ones_like(samples.group_ids_N, dtype=torch.bool)
         groups = Groups(samples.group_ids_N)
@@ -147,7 +152,7 @@ class Groups:
         return self._reduced(values_N, "amax")
 
     def varied(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Returns True for samples whose group has unequal values, bool [N]. A group of one sample has none."""
+        """Returns True for samples whose group has unequal values, bool [N]. It is False for a group of one sample."""
         # max > min instead of std > 0: the mean of equal values may differ from them by a rounding error
         return self.max(values_N) > self._reduced(values_N, "amin")
 
@@ -157,7 +162,11 @@ class Groups:
 
 
 def _scaled(axes: Outcome, rewards_N: torch.Tensor, *, groups: Groups, samples: Samples) -> torch.Tensor:
-    """Returns (reward − baseline) / scale for one reward; exactly 0 where a group baseline finds equal rewards."""
+    """Returns (reward − baseline) / scale of each sample, for one component of the rewards.
+
+    With a baseline that compares the samples of a group, it is exactly 0 for a group whose rewards are all equal,
+    except for a sample that is alone in its group and keeps its reward (`single: raw`).
+    """
     if axes.baseline == "none":
         return rewards_N
     if axes.baseline == "greedy":
@@ -184,7 +193,8 @@ def _group_baseline(axes: Outcome, rewards_N: torch.Tensor, groups: Groups, samp
 
 
 def _scale(axes: Outcome, rewards_N: torch.Tensor, groups: Groups, teaches_N: torch.Tensor) -> torch.Tensor:
-    """Returns the divisor, [N] or a scalar. It is 1 where a statistic of the group would be of a single sample."""
+    """Returns the divisor of reward − baseline, [N] or a scalar. A divisor that is a statistic of the group is 1 for a
+    sample that is alone in its group. `teaches_N` is True for samples whose reward − baseline may differ from 0."""
     count = max(len(rewards_N), 1)
     match axes.scale:
         case "batch_std":
@@ -201,7 +211,7 @@ def _scale(axes: Outcome, rewards_N: torch.Tensor, groups: Groups, teaches_N: to
         case "group_std":
             scale_N = deviation(squares_N, size_N, axes)
         case "leave_one_out_std":
-            # the sum of squares of the others about their own mean, which is the group's mean − centred / (n − 1)
+            # the sum of squares of the other rewards about their mean, which is the group's mean − centred / (n − 1)
             others_N = squares_N - centred_N.square() * size_N / (size_N - 1).clamp(min=1)
             equal_N = others_N <= ROUNDING * squares_N
             scale_N = torch.where(equal_N, 1.0, deviation(others_N.clamp(min=0), size_N - 1, axes))
@@ -213,7 +223,8 @@ def _scale(axes: Outcome, rewards_N: torch.Tensor, groups: Groups, teaches_N: to
 
 
 def _raw(axes: Outcome, groups: Groups) -> torch.Tensor:
-    """Returns True for samples that are alone in their group and have their reward as advantage, bool [N]."""
+    """Returns True for samples that are alone in their group, if their advantage is their reward (`single: raw`), bool
+    [N]."""
     return (groups.size_N == 1) & (axes.single == "raw")
 
 

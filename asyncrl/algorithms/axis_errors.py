@@ -1,4 +1,5 @@
-"""Errors about axes that a user wrote. Adds the names or fields that would be accepted to msgspec's errors.
+"""Errors about the axes (the fields) of an objective or an advantage estimator that a user has configured. Adds the
+accepted names or fields to msgspec's errors.
 
 Does not import torch.
 """
@@ -30,10 +31,10 @@ def check_ratio_bounds(name: str, lo: float, hi: float, advice: str = "") -> Non
 
 
 def explained(error: msgspec.ValidationError, *, struct: type[msgspec.Struct], axes: Mapping[str, Any]) -> str:
-    """Returns the error of `msgspec.convert(axes, struct)` with the choices at the place of the error.
+    """Returns the text of `error`, which `msgspec.convert(axes, struct)` has raised, and adds what a user may write.
 
-    These are the known fields for an unknown field, the allowed names or kinds for any other wrong value, and how YAML
-    writes infinity for a value that looks like infinity. Without one of these, the text is msgspec's own.
+    For an unknown field these are the known fields; for another wrong value, the allowed names or kinds; for a value
+    that looks like infinity, how YAML writes infinity. If none of these is known, the text is msgspec's own.
     """
     text = str(error)
     found = _PLACE.search(text)

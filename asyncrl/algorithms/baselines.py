@@ -28,8 +28,9 @@ class Whitening(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     of a group's rewards."""
 
     whiten: Literal["none", "samples", "tokens"] = "none"
-    """Divides by the standard deviation over the step. `samples`: every sample has the same weight. `tokens`: every
-    trained token has the same weight, so a long completion has a larger weight."""
+    """Subtracts the mean over the step and divides by the standard deviation over the step; `none` does neither.
+    `samples`: every sample has the same weight in both. `tokens`: every trained token has the same weight, so a long
+    completion has a larger weight."""
     keep_mean: bool = False
     """Adds the mean back after whitening, so that only the scale changes."""
     eps: float = 1e-6
@@ -115,8 +116,9 @@ class Outcome(Whitening, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class DiscountedOutcome(Outcome, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An `Outcome` whose tokens may have their own advantages.
 
-    If `kl` or `gamma` is set, the last trained token of a sample gets the sample's reward less its baseline. The
-    advantage of a token is then the discounted sum of its own and all later rewards, whitened over the step.
+    If `kl` or `gamma` is set, the last trained token of a sample gets the sample's reward less its baseline. With `kl`,
+    every trained token also gets −beta · KL. The advantage of a token is then the discounted sum of its own and all
+    later rewards, whitened over the step.
     """
 
     kl: RewardKL | None = None
@@ -197,7 +199,8 @@ def reward_kl(advantage: str | Mapping[str, Any]) -> RewardKL | None:
 
 
 def resolve_advantage(advantage: str | Mapping[str, Any]) -> Advantage:
-    """Returns the row that `advantage` names with its axes replaced, or a user's estimator with its options.
+    """Returns the row of `OUTCOMES` or `CRITIC_BASED` that `advantage` names, with the axes replaced that its other
+    keys name; or a user's estimator with its options.
 
     Raises ConfigError with the key, the value and the choices. It also refuses an option that has no effect. If each
     token of a sample has its own advantage, `whiten` is `tokens` unless the user sets it.
@@ -247,7 +250,8 @@ def _plain(value: Any) -> Any:
 
 
 def _idle(axes: Outcome | CriticBased) -> Iterator[tuple[str, str]]:
-    """Yields the properties of an advantage estimator that have no effect beside its others, each with the reason."""
+    """Yields the names of the axes of an advantage estimator that have no effect because of its other axes, each with
+    the reason."""
     if axes.whiten == "none":
         yield "keep_mean", "whiten is none"
     if not axes.divides_by_std:

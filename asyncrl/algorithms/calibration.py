@@ -2,10 +2,10 @@
 
 They are computed once a step, before the first gradient. All ranks get the same values.
 
-The effective share of the tokens has a formula. For a gate's `budget` and a weight's `min_ess`, a search finds the
-largest bound for which a condition on a mean or a share holds. The condition holds for small bounds and fails for large
-ones. The search evaluates the condition on a grid of bounds and refines the grid a few times. Each round sums a few
-numbers for each grid point over the ranks. Ranks do not exchange tokens.
+The effective share of the tokens, (Σρ)² / (N · Σρ²) of N ratios ρ, is computed directly. For a gate's `budget` and a
+weight's `min_ess`, a search finds the largest bound for which a condition on a mean or a share holds. The condition
+holds for small bounds and fails for large ones. The search evaluates the condition on a grid of bounds and refines the
+grid a few times. Each round sums a few numbers for each grid point over the ranks. Ranks do not exchange tokens.
 """
 
 import math
@@ -56,7 +56,8 @@ def needs_calibration(objective: Objective) -> bool:
 
 
 def calibrated(objective: Objective, *, tokens: StepTokens, reduce: Reduce) -> Objective:
-    """Returns the objective with the bounds of this step, equal on all ranks. `objective` is the configured one."""
+    """Returns the configured `objective`, with the bounds and the β of penalties that depend on the tokens of this step
+    filled in. They are equal on all ranks."""
     weight = objective.weight
     if weight is not None and weight.min_ess is not None:
         weight = _capped(weight, tokens=tokens, reduce=reduce)
@@ -78,8 +79,8 @@ def _effective_share(tokens: StepTokens, *, reduce: Reduce) -> float:
 
 
 def _with_share(objective: Objective, *, share: float) -> Objective:
-    """Returns the objective with the effective share e filled in. A penalty with `ess` is removed if e is 1, because
-    its β · (1 − e) is then 0."""
+    """Returns the objective with the effective share e filled in: as the cap of kernels with `ess`, and in the
+    β · (1 − e) of penalties with `ess`. Such a penalty is removed if e is 1, because its β would be 0."""
 
     def capped(kernel: Clamp | Inverse | Gamma) -> Clamp | Inverse | Gamma:
         if isinstance(kernel, Clamp) and kernel.ess:
@@ -99,7 +100,7 @@ def _with_share(objective: Objective, *, share: float) -> Objective:
 
 def _budgeted(gate: Gate, *, tokens: StepTokens, reduce: Reduce) -> Gate:
     """Returns the gate with `hi` set to the largest τ for which the tokens with k2 ≤ τ have a mean k2 of at most the
-    budget. Only tokens to which the gate applies (`when`) count.
+    budget, where k2 is (log p − log q)² / 2. Only tokens to which the gate applies (`when`) count.
 
     This is τ* of M2PO (2510.01161), whose second moment is twice k2. The mean is over the tokens that are kept, as in
     the paper's algorithm. The authors' code gives another τ: it caps the outliers at τ instead of dropping them, and
@@ -121,7 +122,7 @@ def _budgeted(gate: Gate, *, tokens: StepTokens, reduce: Reduce) -> Gate:
 
 def _capped(weight: Weight, *, tokens: StepTokens, reduce: Reduce) -> Weight:
     """Returns the weight with `hi` set to the largest cap for which the effective share of the clamped weights,
-    (Σw)² / (N · Σw²), is at least `min_ess`."""
+    (Σw)² / (N · Σw²), is at least `min_ess`. The cap is at least 1 and at most the configured `hi`."""
     assert weight.min_ess is not None
     ratio = tokens.bounded_ratio(weight.p, weight.q)
     [count] = reduce(torch.tensor([ratio.numel()], dtype=torch.float64)).tolist()
@@ -138,8 +139,8 @@ def _capped(weight: Weight, *, tokens: StepTokens, reduce: Reduce) -> Weight:
 def _largest(
     sums: Callable[[float], tuple[float, float]], *, holds: Callable[[float, float], bool], reduce: Reduce
 ) -> float:
-    """Returns the largest bound for which `holds` is true of the global sums. Returns inf if it holds for inf, and the
-    smallest bound of the grid if it never holds."""
+    """Returns the largest bound for which `holds` is true of the two numbers `sums(bound)`, added up over all ranks.
+    Returns inf if it holds for inf, and the smallest bound of the grid if it never holds."""
 
     def held(bounds: Sequence[float]) -> list[bool]:
         rows = torch.tensor([sums(bound) for bound in bounds], dtype=torch.float64)

@@ -42,15 +42,16 @@ _SHARES = {
     "informative_share": "the share of samples whose group has unequal rewards",
     "nonzero_share": "the share of rewards that are not 0",
 }
-"""Divisors of advantages that make up for groups without an advantage."""
+"""The values of the axis `scale` that divide advantages by a share of the step, so that groups whose advantages are 0
+do not make the step smaller; with their meaning in words."""
 TOKEN_NOISE_NATS = 0.05
-"""Assumed standard deviation, in nats, of a token's log ρ in a healthy asynchronous run. The prediction of the
-effective share of samples uses it."""
+"""Assumed standard deviation, in nats, of a token's log-ratio between learner and sampler in a healthy asynchronous
+run. The prediction of the effective share of samples uses it."""
 
 
 def check_algorithm(config: Config) -> list[str]:
-    """Returns the warnings about an algorithm that can run. Raises ConfigError with all violations of one that
-    cannot."""
+    """Checks the section `algorithm`, also together with the other sections. Returns the warnings. Raises ConfigError
+    with all violations if the algorithm cannot run."""
     violations, warnings = list(_filters(config)), list[str]()
     advantage: Advantage | None = None
     try:

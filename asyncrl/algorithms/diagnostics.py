@@ -16,7 +16,8 @@ import torch
 
 MAX_FLOAT64_LOG_RATIO = 300.0
 """Limit of |log ρ| in nats, for sums in float64: e^600 still fits, so the square of every ρ up to this limit can be
-summed (F22). The loss itself is computed in float32 and has the limit `token_terms.MAX_FLOAT32_LOG_RATIO`."""
+summed (F22 in docs/faults.md). The loss itself is computed in float32 and has the limit
+`token_terms.MAX_FLOAT32_LOG_RATIO`."""
 
 _WEIGHT_SQUARED = "importance_weight_squared"
 
@@ -43,7 +44,8 @@ class MetricSums:
 
     @property
     def ess(self) -> float:
-        """Effective share of the tokens, (Σρ)² / (N · Σρ²), from 1/N to 1. It is NaN if there are no tokens."""
+        """Effective share of the N tokens, (Σρ)² / (N · Σρ²), from 1/N to 1, where ρ is the importance weight of a
+        token. It is NaN if there are no tokens."""
         if "importance_weight_mean" not in self.pairs:
             return math.nan
         (first, count), (second, _) = (self.pairs[name] for name in ("importance_weight_mean", _WEIGHT_SQUARED))
@@ -51,7 +53,8 @@ class MetricSums:
 
     def means(self) -> dict[str, float]:
         """Returns sum / count of each measure, and maxima as they are. `kernel_ess_ratio` is (Σκ)² / (N · Σκ²) over
-        tokens with A ≠ 0; it is 0 if κ is 0 for all of them."""
+        the N tokens whose advantage is not 0, where κ is the weight with which the advantage pushes the token
+        (`kernel_sums`); it is 0 if κ is 0 for all of them."""
         means = {
             name: value if _extreme(name) else value / count
             for name, (value, count) in self.pairs.items()
@@ -73,11 +76,12 @@ def off_policy_sums(
     on_policy_BT: torch.Tensor,
     reference_BT: torch.Tensor | None = None,
 ) -> MetricSums:
-    """Returns the sums of one micro-batch; empty if it has no trained token. `StepReport` has the same names.
+    """Returns the sums of all measures over the trained tokens of one micro-batch; empty if it has no trained token.
+    `StepReport` has the same names.
 
     The measures `on_policy_*` cover only tokens that were sampled with the weight version of the step. For these tokens
     sampler and trainer are the same policy, so their log-probs must agree. A difference shows an error in a cache, a
-    temperature or a tokenizer between the two. `on_policy_weight_excess` is ρ − 1.
+    temperature or a tokenizer between the two. `on_policy_weight_excess` is ρ − 1, with ρ = e^(proximal − behaviour).
 
     k1 and k3 estimate KL(behaviour ‖ proximal), http://joschu.net/blog/kl-approx.html. The reference's k3 estimates
     KL(proximal ‖ reference) at the sampled tokens.
@@ -104,7 +108,7 @@ def off_policy_sums(
         totals["kl_to_reference_nats"] = (log_ratio.exp() - 1 - log_ratio).sum()
     pairs = {name: (float(total), float(log_rho.numel())) for name, total in totals.items()}
     same = on_policy_BT[mask_BT]
-    # max() ignores NaN, so a NaN is replaced by inf
+    # a NaN is replaced by inf, because Python's max(), by which `MetricSums` combines micro-batches, may ignore a NaN
     parity, excess = log_rho[same].abs().nan_to_num(nan=torch.inf), rho[same] - 1
     if parity.numel():
         number = float(parity.numel())
@@ -117,8 +121,8 @@ def off_policy_sums(
 
 
 def adds_up(name: str) -> bool:
-    """Returns True if a metric's values of the micro-batches are parts of a sum: it is neither an extreme nor
-    averaged."""
+    """Returns True if a metric's values of the micro-batches are parts of a sum: it is neither a maximum, nor a
+    minimum, nor averaged."""
     return _extreme(name) is None and name not in AVERAGED_METRICS
 
 

@@ -1,7 +1,9 @@
 """Filters before the loss, for groups whose rewards are all equal and for samples that were cut at their length limit.
 
-A filter changes a sample's reward or masks the sample. It never drops a group. A masked sample has weight 0 in the loss
-and does not count in the loss's denominators. It still counts in its group's baseline, because its reward is real.
+A filter changes a sample's reward or masks the sample. A masked sample has weight 0 in the loss and does not count in
+the loss's denominators. It still counts in its group's baseline, because its reward is real. Only
+`algorithm.zero_variance: resample` leaves a whole group out, before the step: `is_equal_group` decides, and the buffer
+replaces the group.
 
 Legend: N samples, in any order; K of them have a reward.
 """
@@ -22,8 +24,8 @@ def shaped_rewards(
     """Returns the rewards [N] from which the advantages are computed.
 
     With `algorithm.overlong: penalise`, they contain the soft overlong penalty of DAPO (2503.14476, eq. 13). It is 0
-    until `overlong_buffer_tokens` tokens before the limit, and falls linearly to −1 at the limit. A truncated sample
-    gets −1 at any length, because the model's maximum length may have cut it before `max_completion_tokens`.
+    until `overlong_buffer_tokens` tokens before the length limit, and falls linearly to −1 at the limit. A truncated
+    sample gets −1 at any length, because the model's maximum length may have cut it before `max_completion_tokens`.
 
     >>> settings = {"algorithm": {"overlong": "penalise", "overlong_buffer_tokens": 4}}
     >>> config = Config.model_validate({**settings, "generator": {"max_completion_tokens": 10}})
@@ -71,12 +73,13 @@ def scored_samples(
 
 
 def is_equal_group(samples: Samples, *, config: Config) -> bool:
-    """Returns whether `algorithm.zero_variance: resample` leaves a group out. `samples` are the scored samples of one
-    group: the rewards that the advantage estimator compares are all equal."""
+    """Returns whether `algorithm.zero_variance: resample` leaves a group out: whether all of its rewards, as the
+    advantage estimator compares them, are equal. `samples` are the scored samples of this group."""
     axes = resolve_advantage(advantage_of(config.algorithm))
     if isinstance(axes, Outcome):
         return not bool(OutcomeEstimator(axes).varied(samples).any())
-    # A critic does not compare the samples of a group. An estimator of the user need not be imported here.
+    # A critic does not compare the samples of a group. For an estimator of the user, the rewards of the samples are
+    # compared, so that its code need not be imported here.
     return isinstance(axes, OwnEstimator) and not bool(Groups(samples.group_ids_N).varied(samples.rewards_N).any())
 
 

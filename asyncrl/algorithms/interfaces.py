@@ -88,8 +88,8 @@ class LossFunction(Protocol):
 
     The call returns the scalar to minimise, and the metrics. The loss divides its metrics by global counts, too. The
     policy adds the metrics of all micro-batches and ranks, and averages these sums over the global batches of a call.
-    There are two exceptions. If the name contains `_min` or `_max`, the policy takes the minimum or maximum. The
-    metrics in `diagnostics.AVERAGED_METRICS` are averaged.
+    There are two exceptions. If `min` or `max` is a word of the name after an underscore (`ratio_max`), the policy
+    takes the minimum or maximum. The metrics in `diagnostics.AVERAGED_METRICS` are averaged.
 
     Optional attributes:
 
@@ -133,8 +133,8 @@ _LOGITS = ("next_token_logits", "logits")
 def of_outputs(
     loss_fn: Callable[..., Any], outputs: Collection[str], data: BatchedDataDict, counts: Mapping[str, torch.Tensor]
 ) -> Callable[..., Any]:
-    """Returns the loss of these columns as a function of the model's `outputs`, which it takes as keyword arguments:
-    `next_token_logits`, or `next_token_logprobs` and perhaps `next_token_entropies`."""
+    """Returns `loss_fn` with the columns `data` and the global `counts` filled in. The result takes the model's
+    `outputs` as keyword arguments: `next_token_logits`, or `next_token_logprobs` and perhaps `next_token_entropies`."""
     if "next_token_logits" in outputs:
         return partial(call_with_logits, loss_fn, data=data, counts=counts)
     return partial(loss_fn, data=data, **counts)
@@ -146,8 +146,8 @@ def call_with_logits(
     data: BatchedDataDict,
     counts: Mapping[str, torch.Tensor],
 ) -> Any:
-    """Calls the loss with logits [B, S, V]: by keyword if its signature has one for them, else as the first
-    argument."""
+    """Calls the loss with logits [B, S, V]: by keyword if its signature has `next_token_logits` or `logits`, under both
+    names if it takes any keyword, else as the first argument."""
     signature = inspect.signature(loss_fn)
     kinds = {parameter.kind for parameter in signature.parameters.values()}
     names = [name for name in _LOGITS if name in signature.parameters]

@@ -1,12 +1,14 @@
 """Measures what an objective does to each token, from the slope of the loss. It needs no code for any one surrogate.
 
-κ_t = −(∂/∂lp_t Σ W · K · S) / A_t is the weight with which a token's advantage pushes its log-prob. It is 1 for
-REINFORCE, u for an unclipped ratio, and 0 for a clipped or gated token. Two parts of the loss are not in the slopes of
-an `Objective`: penalties, because they do not depend on the advantage, and the aggregation's a_t, because it is equal
-for all tokens of a sequence and cancels.
+κ_t = −(∂/∂lp_t Σ W · K · S) / A_t is the weight with which a token's advantage A pushes its log-prob lp. W is the
+importance weight, K the gates and S the surrogate of the objective (`objective.py`). κ is 1 for REINFORCE, u for an
+unclipped ratio u, and 0 for a clipped or gated token. Two parts of the loss are not in the slopes of an `Objective`:
+penalties, because they do not depend on the advantage, and the coefficient of the token in the aggregation, because it
+is equal for all tokens of a sequence and cancels.
 
-For a loss that is named by import path, these parts are unknown. Its slopes are ∂L/∂lp of the whole loss. They contain
-the penalties and the divisors of tokens, so its effective share also depends on how unequal the sequences are.
+For a loss that is named by import path, these parts are unknown. Its slopes are ∂L/∂lp of the whole loss L. They
+contain the penalties and the numbers by which the loss divides tokens, so its effective share also depends on how
+unequal the sequences are.
 
 Every measure is a pair (sum, count), so that micro-batches, updates and ranks can be added before the division. A
 measure without a pair was not measured and has no mean.
@@ -33,11 +35,13 @@ def kernel_sums(
     mask_BT: torch.Tensor,
     shares_BT: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> MetricSums:
-    """Returns the sums of one micro-batch.
+    """Returns the sums over one micro-batch: of κ, of the tokens whose slope is 0 ("silent"), and of measures by
+    staleness. Only tokens in `mask_BT` count.
 
-    `slopes_BT` are the slopes from which κ is computed. `staleness_BT` is in versions; None if it is not known.
-    `log_rho_BT` is proximal − behaviour, in nats. `shares_BT` holds masks by name. For each mask, the share of true
-    tokens with A > 0 is `NAME_positive_ratio`, and with A < 0 it is `NAME_negative_ratio`.
+    `slopes_BT` is the derivative of the loss by each token's log-prob; κ is −slope / advantage. `staleness_BT` is in
+    versions; None if it is not known. `log_rho_BT` is proximal − behaviour, in nats. `shares_BT` holds masks by name.
+    For each mask, the share of true tokens with A > 0 is `NAME_positive_ratio`, and with A < 0 it is
+    `NAME_negative_ratio`.
     """
     slopes, advantages = slopes_BT[mask_BT].double(), advantages_BT[mask_BT].double()
     log_rho = log_rho_BT[mask_BT].double()

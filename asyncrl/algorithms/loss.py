@@ -1,12 +1,12 @@
-"""Computes any `Objective` on tensors: a `LossFunction` that sums the terms of the tokens.
+"""Computes any `Objective` on tensors: a `LossFunction` that sums the losses of the tokens.
 
 Legend: B rows, S tokens, V vocabulary, T = S − 1. The first token of a row has no prefix and is never trained.
 
 Invariants, in addition to those of `token_terms.py`:
 
-- Weights and gates never change a denominator.
+- Importance weights and gates never change a denominator.
 - Values at masked positions have no effect, even if they are NaN.
-- A packed row and padded rows give the same loss and gradient.
+- Sequences give the same loss and gradient if they are packed into one row as if each is a padded row.
 """
 
 import inspect
@@ -149,9 +149,9 @@ class ObjectiveLoss:
     def check_precision(self, columns: Mapping[str, Any]) -> None:
         """Raises ImpreciseColumns if a column in half precision is used in a ratio, weight or gate of whole sequences.
 
-        The rounding errors of the tokens add up there. With log-probs rounded to bfloat16, the gradient of a product of
-        4,096 ratios has an error of 0.4 of its norm. Converting the rounded values to float32 does not remove the
-        error. A column that is only used in ratios of single tokens is converted and accepted.
+        The rounding errors of the tokens add up in such a sum. With log-probs rounded to bfloat16, the gradient of a
+        product of 4,096 ratios has an error of 0.4 of its norm. Converting the rounded values to float32 does not
+        remove the error. A column that is only used in ratios of single tokens is converted and accepted.
         """
         for name in sorted(self._pooled_columns & set(columns)):
             if is_half(columns[name].dtype):
@@ -201,7 +201,7 @@ def interpolated_policy(logprobs: torch.Tensor, *, behaviour: torch.Tensor, stal
     behaviour, staleness = wide(behaviour), wide(staleness)
     current = wide(logprobs.detach())
     between = behaviour + (1 - 1 / staleness.clamp(min=1)) * (current - behaviour)
-    # not behaviour + 1 · (current − behaviour), which rounds: a gate on the sign of the difference would drop tokens
+    # behaviour + (current − behaviour) rounds: a gate on the sign of current − proximal would then drop tokens
     return torch.where(staleness > 0, between, current)
 
 
@@ -211,7 +211,8 @@ def _segments(data: BatchedDataDict) -> Segments:
 
 
 def _share(data: BatchedDataDict, name: str) -> torch.Tensor:
-    """Returns a column of `asyncrl.algorithms.shares`, [B, 1] or [B, T]."""
+    """Returns the column `name`, [B, 1] or [B, T]: coefficients that `asyncrl.algorithms.shares` adds to the rows.
+    Raises RunError if the rows do not have it."""
     if name not in data:
         raise RunError(
             f"the loss reads {name}, a coefficient that depends on counts of the whole update, but the rows do not "

@@ -2,8 +2,8 @@
 
     L = Σ_t a_t · [ W_t · K_t · S(u_t, A_t, lp_t) + Σ_j β_j · P_j(t) ]
 
-lp is the log-prob of a token under the weights that are trained. It is the only differentiable quantity. The log-probs
-of three other policies are data:
+lp is the log-prob of a token under the weights that are trained. It is the only differentiable quantity. A is the
+token's advantage. The log-probs of three other policies are data:
 
 - `proximal`: the log-prob under the weights at the start of the step.
 - `behaviour`: the log-prob that the sampler recorded.
@@ -12,8 +12,8 @@ of three other policies are data:
 `current` is lp without its gradient.
 
 S is the surrogate. It sees the ratio u = e^(lp − anchor). W is a detached importance weight, K ∈ {0, 1} are the gates,
-P are the penalties, and a is the aggregation. The aggregation uses counts over the whole step and all ranks. Nothing
-else divides the loss.
+P are the penalties, and a is the aggregation. The aggregation uses counts over the whole optimizer update and all
+ranks. Nothing else divides the loss.
 
 Bounds of ratios are ratios (0.8, 1.28, inf), not an ε whose meaning depends on the algorithm. Bounds of divergences are
 in nats. `token_terms.py` and `loss.py` compute the tensors. `presets.py` has the published algorithms as rows of data.
@@ -39,15 +39,15 @@ class _Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Reinforce(_Axis, frozen=True, kw_only=True, tag="reinforce", tag_field="kind"):
-    """S = −A · lp (Williams 1992): no ratio, no clip."""
+    """The surrogate S = −A · lp of advantage A and log-prob lp (Williams 1992): no ratio, no clip."""
 
 
 class Linear(_Axis, frozen=True, kw_only=True, tag="linear", tag_field="kind"):
-    """S = −A · u: the importance-weighted objective without a clip."""
+    """The surrogate S = −A · u of advantage A and ratio u: the importance-weighted objective without a clip."""
 
 
 class Clipped(_Axis, frozen=True, kw_only=True, tag="clipped", tag_field="kind"):
-    """S = max(−A · u, −A · clamp(u, lo, hi)), the PPO clip (1707.06347).
+    """The surrogate S = max(−A · u, −A · clamp(u, lo, hi)) of advantage A and ratio u: the PPO clip (1707.06347).
 
     For tokens with A < 0, `dual` bounds S by −dual · A (1912.09729). `hi` has no effect on these tokens, so without
     `dual` a bad sample could dominate the step after the policy has made it much more likely. Capping u itself for
@@ -65,7 +65,7 @@ class Clipped(_Axis, frozen=True, kw_only=True, tag="clipped", tag_field="kind")
 
 
 class Clamp(_Axis, frozen=True, kw_only=True, tag="clamp", tag_field="kind"):
-    """k(u) = clamp(u, lo, hi). With lo = hi = 1, the weight is 1 for every u.
+    """The kernel k(u) = clamp(u, lo, hi) of a `Weighted` surrogate. With lo = hi = 1, it is 1 for every ratio u.
 
     With `ess`, hi is lowered once a step to the effective share e = (Σρ)² / (N · Σρ²) of the step's tokens, with
     ρ = current/behaviour. e is at most 1 (P3O, 2605.12380).
@@ -86,7 +86,8 @@ class Clamp(_Axis, frozen=True, kw_only=True, tag="clamp", tag_field="kind"):
 
 
 class Inverse(_Axis, frozen=True, kw_only=True, tag="inverse", tag_field="kind"):
-    """k(u) = min(1/u, hi): a token counts less after it has become more likely (2510.06062)."""
+    """The kernel k(u) = min(1/u, hi) of a `Weighted` surrogate with the ratio u: a token counts less after it has
+    become more likely (2510.06062)."""
 
     hi: float = math.inf
 
@@ -96,7 +97,8 @@ class Inverse(_Axis, frozen=True, kw_only=True, tag="inverse", tag_field="kind")
 
 
 class Gamma(_Axis, frozen=True, kw_only=True, tag="gamma", tag_field="kind"):
-    """k(u) = u^shape · e^(rate · (1 − u)): 1 at u = 1, and 0 in the limit u → ∞ (2602.10693).
+    """The kernel k(u) = u^shape · e^(rate · (1 − u)) of a `Weighted` surrogate with the ratio u: 1 at u = 1, and 0 in
+    the limit u → ∞ (2602.10693).
 
     In the limit u → 0, it is 0 if shape > 0, and e^rate if shape = 0.
     """
@@ -112,15 +114,16 @@ class Gamma(_Axis, frozen=True, kw_only=True, tag="gamma", tag_field="kind"):
 
 
 class Weighted(_Axis, frozen=True, kw_only=True, tag="weighted", tag_field="kind"):
-    """S = −A · sg(k(u)) · lp: every token keeps a gradient, and the kernel k sets its size. There is one kernel for A >
-    0 and one for A < 0. sg is stop-gradient."""
+    """The surrogate S = −A · sg(k(u)) · lp of advantage A, ratio u and log-prob lp: the kernel k sets the size of the
+    token's gradient. There is one kernel for A > 0 and one for A < 0. sg is stop-gradient."""
 
     positive: Clamp | Inverse | Gamma
     negative: Clamp | Inverse | Gamma
 
 
 class SoftGate(_Axis, frozen=True, kw_only=True, tag="soft_gate", tag_field="kind"):
-    """S = −A · (4/τ) · σ(τ · (u − 1)): a smooth clip. τ is `positive` where A > 0 and else `negative` (2511.20347)."""
+    """The surrogate S = −A · (4/τ) · σ(τ · (u − 1)) of advantage A and ratio u: a smooth clip. σ is the sigmoid, and τ
+    is `positive` where A > 0 and else `negative` (2511.20347)."""
 
     positive: float = 1.0
     negative: float = 1.05
@@ -131,7 +134,8 @@ class SoftGate(_Axis, frozen=True, kw_only=True, tag="soft_gate", tag_field="kin
 
 
 class Quadratic(_Axis, frozen=True, kw_only=True, tag="quadratic", tag_field="kind"):
-    """S = −A · u + |A| · (u − 1)² / (2 · width): a parabola in u instead of the clip (CFPO, 2601.22801).
+    """The surrogate S = −A · u + |A| · (u − 1)² / (2 · width) of advantage A and ratio u: a parabola in u instead of
+    the clip (CFPO, 2601.22801).
 
     Its gradient is 0 at u = 1 + width where A > 0, and at u = 1 − width where A < 0. Beyond this point, the gradient
     pulls u back.
@@ -144,7 +148,8 @@ class Quadratic(_Axis, frozen=True, kw_only=True, tag="quadratic", tag_field="ki
 
 
 class Regression(_Axis, frozen=True, kw_only=True, tag="regression", tag_field="kind"):
-    """S = (β · log u − A)²: log u is fitted to A / β, without an importance weight (OAPL, 2602.19362)."""
+    """The surrogate S = (β · log u − A)² of advantage A and ratio u: log u is fitted to A / β, without an importance
+    weight (OAPL, 2602.19362)."""
 
     beta: float
 
@@ -174,11 +179,11 @@ class PreClip(_Axis, frozen=True, kw_only=True):
 class Weight(_Axis, frozen=True, kw_only=True):
     """The detached importance weight p/q. The default is ρ = proximal/behaviour.
 
-    Outside [lo, hi], the weight is clamped, or the token's loss is zeroed, as `outside` says. In both cases the token
-    stays in every denominator.
+    Outside [lo, hi], the weight is clamped, or the token's surrogate is zeroed, as `outside` says. In both cases the
+    token stays in every denominator, and keeps its penalties.
 
-    With `min_ess`, hi is lowered once a step until the effective share of the step's tokens is at least `min_ess`. hi
-    is never lowered below 1.
+    With `min_ess`, hi is lowered once a step until the effective share (Σw)² / (N · Σw²) of the weights w of the step's
+    N tokens is at least `min_ess`. hi is never lowered below 1.
     """
 
     p: Source = "proximal"
@@ -217,7 +222,8 @@ _RANGES = {
 
 
 class Gate(_Axis, frozen=True, kw_only=True):
-    """Keeps a token's loss where lo ≤ stat ≤ hi, and zeroes it elsewhere. The token stays in every denominator.
+    """Keeps a token's surrogate where lo ≤ stat ≤ hi, and zeroes it elsewhere. The token stays in every denominator,
+    and keeps its penalties.
 
     With d = log p − log q of the token:
 
@@ -228,9 +234,9 @@ class Gate(_Axis, frozen=True, kw_only=True):
     | `probability` | p − q, the total variation of the token against all other tokens |
     | `binary_kl` | KL(q ‖ p) of the token against all other tokens |
 
-    `when` restricts the gate to some tokens. `negative_advantage`: tokens with A < 0. `moving_away`: tokens that A
-    pushes further from d = 0 (A · d > 0). With `budget`, hi is set once a step so that the mean of stat over the kept
-    tokens is at most `budget` (2510.01161).
+    `when` restricts the gate to some tokens. `negative_advantage`: tokens with an advantage A < 0. `moving_away`:
+    tokens that A pushes further from d = 0 (A · d > 0). With `budget`, hi is set once a step so that the mean of stat
+    over the kept tokens is at most `budget` (2510.01161).
     """
 
     stat: Literal["ratio", "log_ratio", "k1", "k2", "k3", "probability", "binary_kl"]
@@ -261,7 +267,8 @@ class Gate(_Axis, frozen=True, kw_only=True):
 
 
 class Penalty(_Axis, frozen=True, kw_only=True):
-    """β · P, added to every token's loss. Advantages, weights and gates do not change it. With d = lp − q:
+    """β · P, added to every token's loss. Advantages, weights and gates do not change it. With d = lp − log q, where lp
+    is the token's log-prob and q another policy:
 
     - `k1` is d, `k2` is d²/2, and `k3` is e^(−d) − 1 + d.
     - `k3+` has the value of k3 and the gradient of k2.
@@ -270,8 +277,8 @@ class Penalty(_Axis, frozen=True, kw_only=True):
     `positive_nll` is −lp of the tokens in rows with a reward above 0. It is divided by the number of these tokens in
     the whole update, not by the aggregation (VAPO, 2504.05118, where β is μ = 0.1). It reads the column `rewards`.
 
-    `corrected_by` names a policy c and multiplies P by e^(lp − c), including the gradient. The estimate is then of the
-    current policy's own KL.
+    `corrected_by` names a policy c and multiplies P by e^(lp − log c), including the gradient. The estimate is then of
+    the current policy's own KL.
 
     With `ess`, β is multiplied once a step by 1 − e, where e is the effective share in `Clamp` (P3O, 2605.12380).
     """
@@ -289,26 +296,26 @@ class Penalty(_Axis, frozen=True, kw_only=True):
 
 
 class Aggregation(StrEnum):
-    """How the losses of tokens become one number. T: trained tokens of the whole step. N: its trained sequences. P: its
-    prompt groups with a trained token."""
+    """How the losses of tokens become one number. All counts are those of a whole optimizer update, over all ranks."""
 
     TOKEN_MEAN = "token_mean"
-    """Σ tokens / T."""
+    """The sum over all tokens, divided by the number of trained tokens."""
     SEQUENCE_MEAN = "sequence_mean"
-    """Mean over the tokens of each sequence, then Σ sequences / N."""
+    """The mean over the trained tokens of each sequence, then the sum over sequences, divided by the number of trained
+    sequences."""
     SEQUENCE_SUM = "sequence_sum"
-    """Σ tokens / N."""
+    """The sum over all tokens, divided by the number of trained sequences."""
     SEQUENCE_SUM_CONSTANT = "sequence_sum_constant"
-    """Σ tokens / (N · C), where C is `constant`."""
+    """The sum over all tokens, divided by the number of trained sequences and by `constant`."""
     PROMPT_MEAN = "prompt_mean"
-    """Mean over the tokens of each prompt group, then Σ groups / P (the prompt average of 2510.13786). It reads the
-    column `group_ids`, which is equal for the rows of one prompt."""
+    """The mean over the trained tokens of each prompt group, then the mean over the groups that have a trained token
+    (the prompt average of 2510.13786). It reads the column `group_ids`, which is equal for the rows of one prompt."""
     SUM = "sum"
-    """Σ tokens."""
+    """The sum over all tokens, not divided."""
 
 
 class Objective(_Axis, frozen=True, kw_only=True):
-    """One choice on each axis."""
+    """An off-policy objective: one choice on each axis."""
 
     surrogate: Surrogate
     anchor: Anchor = "proximal"
@@ -323,11 +330,12 @@ class Objective(_Axis, frozen=True, kw_only=True):
     penalties: tuple[Penalty, ...] = ()
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
     constant: float | None = None
-    """C of `sequence_sum_constant`. If it is not set, it is `generator.max_completion_tokens`."""
+    """The constant divisor of the aggregation `sequence_sum_constant`. If it is not set, it is
+    `generator.max_completion_tokens`."""
     proximal: Literal["recomputed", "interpolated"] = "recomputed"
-    """`recomputed`: a forward pass at the start of the step. `interpolated`: behaviour + (1 − 1/d) · (sg lp −
-    behaviour) for a token that is d versions old, and sg lp for d = 0 (2512.06547). This needs no forward pass of its
-    own."""
+    """How the proximal log-probs are computed. `recomputed`: a forward pass at the start of the step. `interpolated`:
+    behaviour + (1 − 1/d) · (sg lp − behaviour) for a token that is d versions old, and sg lp for d = 0 (2512.06547).
+    This needs no forward pass of its own."""
 
     def __post_init__(self) -> None:
         if self.constant is not None:
@@ -375,7 +383,8 @@ _OF_THE_RATIO = {"anchor": "proximal", "level": "token", "pre_clip": None}
 
 
 def uses_ratio(surrogate: Surrogate) -> bool:
-    """Returns True if S depends on u. It does not if a kernel is clamped to a single number."""
+    """Returns True if the surrogate depends on the ratio u. `Reinforce` does not, and neither does a `Weighted` one
+    whose two kernels are each clamped to a single number."""
     if isinstance(surrogate, Weighted):
         return not all(isinstance(k, Clamp) and k.lo == k.hi for k in (surrogate.positive, surrogate.negative))
     return not isinstance(surrogate, Reinforce)
@@ -429,7 +438,8 @@ def is_corrected(objective: Objective) -> bool:
 
 
 def corrects_twice(objective: Objective) -> bool:
-    """Returns True if both the ratio and the weight correct for the sampler. The importance weight is then about ρ²."""
+    """Returns True if both the ratio and the weight correct for the sampler. If ρ is the ratio of the learner's to the
+    sampler's probability, a token then has an importance weight of about ρ²."""
     weight = objective.weight
     return (
         uses_ratio(objective.surrogate)

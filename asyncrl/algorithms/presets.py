@@ -198,7 +198,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "vtrace": Preset(
             source="1802.01561",
-            use="With a critic: V-trace targets and advantages, policy weight truncated at 1. Without: aipo with hi 1.",
+            use="With a critic: V-trace targets and advantages, weight truncated at 1. Without one: aipo with hi 1.",
             objective=Objective(surrogate=_same(Clamp(hi=1.0)), anchor="behaviour"),
             baseline="vtrace",
         ),
@@ -348,7 +348,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "gdpo": Preset(
             source="2601.05242",
-            use="On-policy, several rewards, each normalised in its group before the sum; only for your own loops.",
+            use="On-policy, several rewards, each normalised in its group before the sum; needs environment.rewards.",
             objective=Objective(surrogate=Clipped()),
             baseline="gdpo",
         ),
@@ -416,8 +416,8 @@ def advantage_of(section: AlgorithmSection) -> str | Mapping[str, Any]:
 
 
 def compares_groups(section: AlgorithmSection) -> bool:
-    """Returns True if the advantage of a sample depends on the other samples of its group. An estimator of the user
-    counts as such."""
+    """Returns True if the advantage estimator compares the samples of a group, so that a sample which is alone in its
+    group has an advantage of 0. An estimator of the user counts as such."""
     advantage = resolve_advantage(advantage_of(section))
     if isinstance(advantage, OwnEstimator):
         return True
@@ -437,7 +437,8 @@ def published_baseline(section: AlgorithmSection) -> str | None:
 
 
 def published_critic(section: AlgorithmSection) -> PublishedCritic | None:
-    """Returns the published fields of `critic`, if the loss is a preset that has them and uses its own estimator."""
+    """Returns the published fields of `critic`, if the loss is a preset that has them and runs with the advantage
+    estimator of its paper; else None."""
     preset = _preset_of(section)
     return None if preset is None or baseline_of(section) != preset.baseline else preset.critic
 

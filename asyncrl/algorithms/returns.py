@@ -142,7 +142,7 @@ def kl_estimate(
 
 
 def deviation(squares: torch.Tensor, count: torch.Tensor, rule: Whitening) -> torch.Tensor:
-    """Returns the divisor of a whitening: the standard deviation with the eps and the divisor of `rule`.
+    """Returns the standard deviation of `count` values, as a divisor with the eps and the n or n − 1 of `rule`.
 
     `squares` is the sum of the squares of `count` values about their mean. The variance of a single value is 0.
     """

@@ -46,8 +46,8 @@ class TokenCounts:
 
 
 def count_tokens(data: BatchedDataDict) -> TokenCounts:
-    """Returns the counts of one batch, for the columns that it has. The first token of a row is never trained, because
-    it has no prefix; it does not count."""
+    """Returns the counts of one batch: by group if it has `group_ids`, and of positive rows if it has `rewards`. The
+    first token of a row is never trained, because it has no prefix; it does not count."""
     weight_BS = data["token_mask"].double() * data["sample_mask"].double().unsqueeze(1)
     weight_BS[:, 0] = 0.0
     mask_BS = weight_BS > 0

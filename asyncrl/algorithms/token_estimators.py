@@ -69,9 +69,9 @@ class DiscountedReturns(TokenEstimator):
 def resolve_estimators(advantage: str | Mapping[str, Any]) -> tuple[Estimator, DiscountedReturns | None]:
     """Returns the two parts of `algorithm.advantage` for an estimator without a critic.
 
-    The first part works on samples and runs where their rewards are. The second part works on tokens and runs on the
-    ranks. It reads the result of the first part as the column `outcome_advantages`. The second part is None if all
-    tokens of a sample have the same advantage. Raises ConfigError like `resolve_estimator`.
+    The first part works on samples and runs on the driver, which has their rewards. The second part works on tokens and
+    runs on the ranks. It reads the result of the first part as the column `outcome_advantages`. The second part is None
+    if all tokens of a sample have the same advantage. Raises ConfigError like `resolve_estimator`.
 
     >>> estimator, by_token = resolve_estimators({"name": "reinforce_pp", "kl": {"beta": 0.01}, "gamma": 0.99})
     >>> by_token.kl, by_token.gamma, by_token.whitening.whiten
@@ -82,7 +82,7 @@ def resolve_estimators(advantage: str | Mapping[str, Any]) -> tuple[Estimator, D
     axes = resolve_advantage(advantage)
     if not (isinstance(axes, DiscountedOutcome) and axes.by_token):
         return resolve_estimator(advantage), None
-    # the tokens are whitened, and not the samples: those are the rewards less their baselines
+    # only the advantages of tokens are whitened: the ranks read those of the samples as rewards less their baselines
     of_samples = OutcomeEstimator(msgspec.structs.replace(axes, whiten="none", keep_mean=False))
     return of_samples, DiscountedReturns(gamma=axes.gamma, kl=axes.kl, whitening=axes)
 
@@ -135,6 +135,7 @@ def whitened_advantages(
     add_up: Callable[[torch.Tensor], torch.Tensor],
 ) -> TokenAdvantages | None:
     """Returns an estimator's result for a rank's rows, with the advantages whitened over all ranks as `rule` says.
+    `add_up` returns the sum of a tensor over all ranks.
 
     Returns None on a rank without rows. This is a collective call: every rank must make it.
 

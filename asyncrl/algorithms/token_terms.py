@@ -38,8 +38,8 @@ from asyncrl.algorithms.objective import (
 
 MAX_FLOAT32_LOG_RATIO = 40.0
 """Limit of a log-ratio in the loss, in nats. A ratio or an unbounded weight above e^40 ≈ 2e17 comes from a broken
-log-prob (F22). It is replaced by e^40, so that a product of two of them still fits float32. A ratio at this limit
-carries no gradient."""
+log-prob (F22 in docs/faults.md). It is replaced by e^40, so that a product of two of them still fits float32. A ratio
+at this limit carries no gradient."""
 
 Sources = Mapping[str, torch.Tensor]
 """Log-probs [B, T] by the name of their policy: current, proximal, behaviour, reference."""
@@ -83,11 +83,12 @@ class Segments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTerms:
-    """The terms of the objective for every token; zero or False at masked tokens. `loss_BT` and `push_BT` carry
+    """The loss of every token before the aggregation; zero or False at masked tokens. `loss_BT` and `push_BT` carry
     gradient.
 
-    `loss_BT` is the value that the aggregation sums: all terms except `positive_nll`. `push_BT` is W · K · S: the part
-    that the advantage multiplies, without penalties and aggregation.
+    `loss_BT` is the value that the aggregation sums: surrogate and penalties, except `positive_nll`. `push_BT` is the
+    part of it that the advantage multiplies: importance weight · gates · surrogate. `clipped_BT` marks tokens whose
+    gradient a clip removes, and `gated_BT` those whose surrogate a gate or the weight's bounds zero.
     """
 
     loss_BT: torch.Tensor
@@ -105,7 +106,8 @@ def token_terms(
     segments: Segments,
     entropy_BT: torch.Tensor | None = None,
 ) -> TokenTerms:
-    """Returns W · K · S + Σ β · P of every token, zero at masked tokens.
+    """Returns W · K · S + Σ β · P of every token, zero at masked tokens: importance weight W, gates K, surrogate S, and
+    penalties P.
 
     All inputs except `logprobs_BT` and `entropy_BT` are detached here. `sources` must contain at least
     `objective.sources()`. Values in half precision are first converted to float32.
@@ -144,8 +146,9 @@ def _log_u(
     adv_BT: torch.Tensor,
     segments: Segments,
 ) -> torch.Tensor:
-    """Returns log u of every token: the token's own log-ratio, or the mean or sum over its sequence, with the gradient
-    of lp. At level `sequence_mean_token`, the value is the mean, and the gradient is that of the token's own lp."""
+    """Returns the logarithm of the ratio u of every token: the token's own log-ratio, or the mean or sum over its
+    sequence, with the gradient of the log-probs. At level `sequence_mean_token`, the value is the mean, and the
+    gradient is that of the token's own log-prob."""
     log_u_BT = lp_BT - anchor_BT
     if objective.pre_clip is not None:
         above_BT = log_u_BT.clamp(max=math.log(objective.pre_clip.hi))
@@ -160,7 +163,8 @@ def _log_u(
 def _surrogate(
     surrogate: Surrogate, *, lp_BT: torch.Tensor, log_u_BT: torch.Tensor, adv_BT: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns S, and where a clip removes the gradient of a token with A ≠ 0."""
+    """Returns the surrogate S of every token, and True where a clip removes the gradient of a token whose advantage is
+    not 0."""
     nowhere = torch.zeros_like(lp_BT, dtype=torch.bool)
     if isinstance(surrogate, Reinforce):
         return -adv_BT * lp_BT, nowhere
@@ -206,7 +210,7 @@ def _kernel(kernel: Clamp | Inverse | Gamma, log_u_BT: torch.Tensor) -> torch.Te
 def _weight(
     weight: Weight, *, fixed: Mapping[str, torch.Tensor], segments: Segments
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the bounded weight p/q, and where the weight zeroes the token's loss."""
+    """Returns the bounded weight p/q, and True where the weight zeroes the token's surrogate."""
     log_w_BT = segments.pool(fixed[weight.p] - fixed[weight.q], weight.pool)
     bounded_BT = _ratio(log_w_BT, lo=weight.lo, hi=weight.hi)
     if weight.outside == "clamp":
@@ -234,7 +238,7 @@ def _log(bound: float) -> float:
 
 
 def _gated(gate: Gate, *, fixed: Mapping[str, torch.Tensor], adv_BT: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """Returns True where the gate zeroes the token's loss."""
+    """Returns True where the gate zeroes the token's surrogate."""
     log_p_BT, log_q_BT = fixed[gate.p], fixed[gate.q]
     difference_BT = log_p_BT - log_q_BT
     if gate.stat in ("ratio", "log_ratio"):
@@ -257,7 +261,7 @@ def acts_on(gate: Gate, *, advantages: torch.Tensor, log_ratio: torch.Tensor) ->
 
 
 def gate_stat(stat: str, *, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """Returns one of the divergences of `Gate`, for every token."""
+    """Returns the divergence `stat` of `Gate` for every token: k1, k2, k3, probability or binary_kl."""
     difference = (log_p - log_q).clamp(-MAX_FLOAT32_LOG_RATIO, MAX_FLOAT32_LOG_RATIO)
     if stat == "k1":
         return -difference

@@ -23,7 +23,8 @@ ValueAggregation = Literal["token_mean", "sequence_mean"]
 
 
 class ClippedValueLoss:
-    """½ · max((V − R)², (clip(V, V_old ± clip) − R)²) (PPO, 1707.06347 and its reference code).
+    """½ · max((V − R)², (clip(V, V_old ± clip) − R)²) for value V and return R (PPO, 1707.06347 and its reference
+    code).
 
     `aggregation` is `token_mean` or `sequence_mean`. `token_mean` is the mean over all trained tokens. `sequence_mean`
     first takes the mean over each sequence's trained tokens, then the mean over sequences. A sequence without a trained

@@ -1,1 +1,2 @@
-"""The audit of a run: checks, from what the run wrote, that every prompt was trained exactly once by known weights."""
+"""The audit of a run: checks, from the files that the run wrote, that every issued prompt has exactly one fate, and
+that steps trained the recorded tokens and made the recorded weights."""

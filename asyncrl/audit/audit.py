@@ -20,7 +20,8 @@ CHECKS: dict[str, Callable[[History], str]] = {
 
 
 def audit(directory: Path, *, trust: bool = False) -> Iterator[Outcome]:
-    """Yields the outcome of each check but the sixth. Raises RunError if the run has no records."""
+    """Yields the outcome of checks 1 to 5 of the run in `directory`, as soon as it is known. Raises RunError if the run
+    has no records. Code that the run's config names is imported only with `trust`."""
     yield from outcomes_of(read_history(directory), trust=trust)
 
 
@@ -32,8 +33,8 @@ def outcomes_of(
     progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Outcome]:
     """Yields the outcome of each check, as soon as it is known. Code that the run's config names is imported only with
-    `trust`. With `witness_steps`, check 6 computes so many steps by a plain path, and calls `progress` with a line on
-    each of them."""
+    `trust`. If `witness_steps` is above 0, check 6 computes this number of steps again by a plain path, and calls
+    `progress` with a line of text before each of them."""
     checks: dict[str, Callable[[History], str | PlainComputation]] = {
         **CHECKS,
         "5 replay": partial(steps_replay, trust=trust),
@@ -45,7 +46,8 @@ def outcomes_of(
 
 
 def checked(name: str, check: Callable[[History], str | PlainComputation], history: History) -> Outcome:
-    """Runs a check of a run's history, which returns what it checked, and returns its outcome."""
+    """Calls a check with the history of a run, and returns its outcome: failed with the counterexample, not possible
+    with the reason, or else what the check returned in words. Check 6 may also fail by its numbers."""
     try:
         history.require_steps()
         found = check(history)

@@ -17,7 +17,8 @@ from asyncrl.learner.records import EvalRecord, StepRecord, read_lines
 from asyncrl.run_files import opened
 
 MOST_FILTERED = 10**6
-"""More filtered samples in a step are not those of a run. The check makes a list of their rewards."""
+"""Largest accepted number of filtered samples in a step's record. No run has so many, and the check makes a list of
+their rewards, so a damaged number would fill the memory."""
 
 
 def exactly_once(history: History) -> str:
@@ -57,11 +58,12 @@ def exactly_once(history: History) -> str:
 
 
 def _distinct_prompts(history: History) -> str:
-    """Counts the different prompts that were trained, and says how many.
+    """Returns in words how many different prompts were trained. Raises Counterexample if prompts were trained more
+    often in an epoch than the data have them.
 
-    An epoch has each row once. So of its groups, at most as many prompts were trained t times or more as the data have
-    in t rows or more. In a mixture, a part with the weight w has w of the groups of each block of W, where W is the sum
-    of the weights. The groups of a block that an epoch's end divides are left out.
+    An epoch has each row of the data once. So at most as many prompts may be trained t times or more in an epoch as the
+    data have in t rows or more. In a mixture, each block of W groups has w groups of a part with the weight w, where W
+    is the sum of the weights. If an epoch of a part ends inside of a block, its groups of this block are left out.
     """
     weights = {part["name"]: part["weight"] for part in _mixture(history)} or {"": 1}
     data = history.began[max(history.began)].prompts
@@ -84,7 +86,9 @@ def _distinct_prompts(history: History) -> str:
 
 
 def _check_repetitions(trained: list[list[int]], data: Mapping[int, int], *, epoch: str) -> None:
-    """Compares the groups of each prompt in an epoch with the number of prompts that the data have once, twice, …"""
+    """Raises Counterexample if, for any t, more prompts were trained t times or more in an epoch than the data have in
+    t rows or more. `trained` has the groups of each prompt, and `data` maps a number of rows to the number of prompts
+    that have so many."""
     most = max(trained, key=len)
     for times in range(1, len(most) + 1):
         found = sum(len(groups) >= times for groups in trained)
@@ -147,9 +151,9 @@ def _check_all_there(fates: dict[int, str], entry: LedgerEntry, *, moment: str) 
 
 def ledger_closes(history: History) -> str:
     """Check 2: the account of the ledger is closed after every step, in groups, samples and tokens, and equals the sums
-    over the groups that ended so far. The step's line in steps.jsonl has the same numbers, and no difference that the
-    run's witness does not accept. Each evaluation has a reward or a failure of each of its prompts, and is greedy if it
-    has one completion of each."""
+    over the groups that ended so far. The step's line in steps.jsonl has the same numbers, and reports no difference
+    that the run's witness refused. Each evaluation has a reward or a failure of each of its prompts, and is greedy if
+    it has one completion of each."""
     path = history.directory / "steps.jsonl"
     records = read_lines(path, StepRecord)
     lines: dict[int, tuple[StepRecord, int]] = {}
@@ -181,8 +185,8 @@ def ledger_closes(history: History) -> str:
 
 
 def _checked_evaluations(history: History) -> str:
-    """Checks the numbers in evals.jsonl: of prompts, and of tokens that are not greedy. Says how many evaluations there
-    are."""
+    """Checks evals.jsonl: each evaluation has a reward or a failure of each prompt that it asked, and no token that was
+    not the most probable one, if it had to be greedy. Returns in words how many evaluations were checked."""
     try:
         records = read_lines(history.directory / "evals.jsonl", EvalRecord)
     except RunError as error:
@@ -224,7 +228,8 @@ def _add(sums: dict[Fate, Amount], entry: LedgerEntry, *, moment: str) -> None:
 
 
 def _check_line(step: TrainedStep, found: tuple[StepRecord, int] | None, *, trained: int) -> None:
-    """Compares a step with its line in steps.jsonl: with the record, and with the checksum of its bytes."""
+    """Compares the audit's record of a step with the step's line in steps.jsonl: the numbers, and the checksum of the
+    line's bytes. `trained` is the number of groups that were trained up to this step."""
     if found is None:
         raise Counterexample(f"steps.jsonl has no line of step {step.step}, which was trained")
     line, checksum = found
@@ -259,10 +264,11 @@ def _check_line(step: TrainedStep, found: tuple[StepRecord, int] | None, *, trai
 
 
 def versions_in_bounds(history: History) -> str:
-    """Check 3: every trained token's version is an ancestor of the weights that the step trained, and not older than
-    the limit of its group's ticket. The ranks counted the same ages.
+    """Check 3: the weights that the step trained are made from the version of every trained token, and this version is
+    not older than the limit of its group's ticket. The ranks counted the same ages.
 
-    In a group with an extended deadline, older tokens were masked: the ranks must not have counted them.
+    In a group whose deadline was extended (`staleness.on_deadline: mask`), older tokens were masked: the ranks must not
+    have counted them.
     """
     total, oldest, masked = 0, 0, 0
     for step in history.steps:
@@ -285,8 +291,8 @@ def versions_in_bounds(history: History) -> str:
 
 
 def _ages(history: History, step: TrainedStep, group: TrainedGroup) -> Counter[int]:
-    """Returns the number of tokens in a group's trained samples by age, with those that were masked because of it.
-    Raises Counterexample for a version that must not be trained."""
+    """Returns the number of tokens in a group's trained samples by age in versions. Tokens that were masked because of
+    their age are included. Raises Counterexample for a version that must not be trained."""
     ages: Counter[int] = Counter()
     for place, sample in enumerate(group.samples):
         who = f"step {step.step} trained sample {place} of group {group.group}"
@@ -297,7 +303,9 @@ def _ages(history: History, step: TrainedStep, group: TrainedGroup) -> Counter[i
         for span in sample.spans:
             version, age = Version(span.incarnation, span.step), step.step - span.step
             if not history.lineage.has(version):
-                raise Counterexample(f"{who} with a token of version {version}, which is dead")
+                raise Counterexample(
+                    f"{who} with a token of version {version}, which is lost: the run's weights are not made from it"
+                )
             if age < 0:
                 raise Counterexample(f"{who} with a token of version {version}, which did not exist yet")
             trained = step.token_staleness[age : age + 1] not in ((), (0,))

@@ -81,7 +81,7 @@ _OF_CHECKS = {
 
 
 def certificate_path(history: History) -> Path:
-    """Returns where the certificate of a run is written if the user names no other place."""
+    """Returns the path of the certificate of a run, for users who name no other path."""
     return history.directory / AUDIT / NAME
 
 

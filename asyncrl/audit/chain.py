@@ -1,4 +1,5 @@
-"""Check 4 of the audit: the chain of the weights' digests, with what was published and saved on the way."""
+"""Check 4 of the audit: each step began with the weights that the step before it made, and the published, kept and
+saved weights are those of their versions. It compares digests."""
 
 import json
 from collections.abc import Iterable
@@ -21,8 +22,9 @@ from asyncrl.run_files import names
 
 
 def chain_holds(history: History) -> str:
-    """Check 4: the surviving steps are numbered without a gap, each started from the weights that the step before it
-    made, every version was published with one content only, and every checkpoint has the weights of its step."""
+    """Check 4: the surviving steps (those that no restart has undone) are numbered without a gap, each started from the
+    weights that the step before it made, equal weights were published with equal bytes, and every checkpoint and every
+    kept version has the weights of its step."""
     for number, step in enumerate(history.steps):
         if step.step != number:
             raise Counterexample(f"the record of step {step.step} stands where step {number} is expected")
@@ -55,8 +57,9 @@ def _check_link(last: TrainedStep, step: TrainedStep) -> None:
 
 
 def _check_published(history: History) -> int:
-    """Compares the published contents of equal weights: of a version, and of the version that a restart began with.
-    Returns the number of publications."""
+    """Raises Counterexample if equal weights were published with different bytes, for example a version and the version
+    with which a restart began from it, or if versions were not published in their order. Returns the number of
+    publications."""
     weights = history.weights()
     contents: dict[tuple[str, int], tuple[Version, str]] = {}  # by kind and digest
     newest: Version | None = None
@@ -64,7 +67,7 @@ def _check_published(history: History) -> int:
         if newest is not None and publication.version <= newest:
             raise Counterexample(f"version {publication.version} was published after version {newest}")
         newest = publication.version
-        # the newest version, from which no step has started yet, has no digest
+        # a version has no digest before a step that made it, or began with it, has its record
         for digest in weights.get(publication.version, {}).items():
             version, content = contents.setdefault(digest, (publication.version, publication.digest))
             if content != publication.digest:
@@ -76,7 +79,8 @@ def _check_published(history: History) -> int:
 
 
 def _check_checkpoints(history: History) -> int:
-    """Compares the checkpoints of surviving steps with the chain. Returns their number."""
+    """Compares the weights and rows in the checkpoints of surviving steps with those that the steps recorded. Returns
+    the number of checkpoints."""
     rows = {
         f"{group.group}.{group.attempt}": [sample.row for sample in group.samples]
         for step in history.steps
@@ -107,7 +111,8 @@ def _check_checkpoints(history: History) -> int:
 
 
 def _check_kept(history: History) -> None:
-    """Compares the weights that the run kept (`audit.keep_weights`) with the chain."""
+    """Compares the digests of the weights that the run kept (`audit.keep_weights`) with those that the steps
+    recorded."""
     kept, weights = KeptSteps(history.directory), history.weights()
     for version in kept.versions():
         path = kept.weights_path(version)
@@ -125,7 +130,7 @@ def _check_rows(folder: Path, trained: dict[str, list[int]]) -> None:
 
 
 def saved_digest(weights: Path, kind: str) -> int:
-    """Returns the digest of a kind of the weights that ranks saved in the folder `weights`
+    """Returns the digest, of the kind `kind`, of the weights that ranks saved in the folder `weights`
     (`asyncrl.ranks.shard_files`). Raises NotPossible for a kind that this version of asyncrl does not have."""
     check_kind(kind)
     return combined(_parts(weights / "state", kind))

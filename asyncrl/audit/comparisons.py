@@ -14,8 +14,9 @@ EQUAL_CHANGES = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The result of a check over all steps: what it compares, how many `things` it compared, and the worst number with
-    its limit, in `unit`, and where that was. `nothing` is the reason to give if it had nothing to compare."""
+    """The result of one check over all steps, for the text of the audit and its certificate. `compares` says in words
+    what is compared, and `number` how many `things` were. `worst` is the largest difference, in `unit`, `limit` the
+    accepted one, and `where` its place in words. `nothing` is the reason to give if there was nothing to compare."""
 
     check: str
     compares: str
@@ -32,7 +33,8 @@ class Comparison:
         return not self.worst <= self.limit
 
     def plus(self, number: int, worst: float, where: str) -> "Comparison":
-        """Returns the result with `number` more things, the worst of which is `where`. NaN is the worst number."""
+        """Returns the result with `number` more compared things. `worst` is their largest difference, and `where` its
+        place. NaN counts as larger than any number."""
         more = replace(self, number=self.number + number)
         is_worse = not self.number or math.isnan(worst) or worst > self.worst
         return replace(more, worst=worst, where=where) if is_worse and not math.isnan(self.worst) else more
@@ -45,8 +47,8 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainComputation:
-    """The work of check 6: `steps` were computed again, of `optimizer_steps` the new weights too. `left_out` has what
-    was not computed, with the reason."""
+    """The result of check 6: `steps` were computed again by a plain path, and of `optimizer_steps` the new weights too.
+    `trained_steps` is the number of steps of the run. `left_out` says what was not computed, with the reason."""
 
     steps: tuple[int, ...]
     optimizer_steps: tuple[int, ...]
@@ -56,7 +58,7 @@ class PlainComputation:
 
     @property
     def failure(self) -> str | None:
-        """The words of the first check that failed; None if all have passed."""
+        """Says what the first failed comparison found; None if all have passed."""
         for found in self.comparisons:
             if found.failed:
                 return (
@@ -87,7 +89,8 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def comparisons(*, tolerance_nats: float, equal_advantages: float, most_groups: int) -> list[Comparison]:
-    """Returns the comparisons before their first number, in the order in which a reader should look at them.
+    """Returns the comparisons of check 6 before any number was compared, in the order in which a reader should look at
+    them.
 
     `tolerance_nats` is the largest accepted difference of two log-probs, and `equal_advantages` that of two advantages,
     as a share of the largest one. The samples of at most `most_groups` groups are scored again.

@@ -55,11 +55,12 @@ class Outcome:
 
 
 class Counterexample(RunError):
-    """A check found something that must not be."""
+    """A check has failed. The text is the first contradiction that it found in the run's files."""
 
 
 class NotPossible(RunError):
-    """A check cannot be made."""
+    """A check cannot be made: the run did not write what it needs, or this machine cannot do it. The text is the
+    reason."""
 
 
 _NAME = re.compile(r"steps-(\d+)\.msgpack")
@@ -69,9 +70,9 @@ _NAME = re.compile(r"steps-(\d+)\.msgpack")
 class History:
     """The records of the run in `directory`.
 
-    `steps` are the surviving ones in the order of the records, `lost` the other ones. `began` has the start of each
-    incarnation that wrote records. `end` is the end of the run; None if the run lives, was killed, or was resumed.
-    `damage` says which record cannot be read or is missing.
+    `steps` are the surviving ones, from which the newest weights are made, in the order of the records. `lost` are the
+    others. `began` has the start of each incarnation that wrote records. `end` is the end of the run; None if the run
+    lives, was killed, or was resumed. `damage` says which record cannot be read or is missing; None if there is none.
     """
 
     directory: Path
@@ -85,7 +86,8 @@ class History:
 
     @property
     def settings(self) -> dict[str, object]:
-        """The shared settings of the newest incarnation that wrote records."""
+        """The settings that all processes of the run share, by dotted key, in the newest incarnation that wrote
+        records."""
         return self.began[max(self.began)].settings
 
     @property
@@ -101,8 +103,8 @@ class History:
             raise NotPossible("no step was trained yet")
 
     def weights(self) -> dict[Version, dict[str, int]]:
-        """Returns the digests of each version's weights by kind, also of lost ones. Raises Counterexample if two steps
-        disagree about a version."""
+        """Returns the digests of each version's weights by kind of digest, also of versions that a restart lost. Raises
+        Counterexample if two steps recorded different digests of a version."""
         found: dict[Version, dict[str, int]] = {}
         for step in (*self.lost, *self.steps):
             first, made = Version(step.incarnation, step.step), {step.digest_kind: step.after}
@@ -117,13 +119,14 @@ class History:
         return found
 
     def digests(self) -> dict[int, dict[str, int]]:
-        """Returns the digests of the weights by kind, after each number of surviving steps."""
+        """Returns the digests of the weights by kind of digest. The key is the number of surviving steps that made
+        them."""
         before = {step.step: step.digests_before for step in self.steps}
         return before | {step.step + 1: {step.digest_kind: step.after} for step in self.steps}
 
 
 def read_history(directory: Path) -> History:
-    """Reads the records of a run, which may live. Raises RunError if it has none."""
+    """Reads the records of a run, which may still be running. Raises RunError if it has none."""
     lines, unreadable = _trained_lines(directory)  # before the records of the audit, to which a live run appends later
     files = {
         int(match[1]): directory / AUDIT / name
@@ -158,7 +161,7 @@ def read_history(directory: Path) -> History:
 
 
 def _trained_lines(directory: Path) -> tuple[list[int], list[str]]:
-    """Returns the trained steps in steps.jsonl, and why it cannot be read, if it cannot."""
+    """Returns the trained steps in steps.jsonl, and in a list the reason why the file cannot be read, if it cannot."""
     try:
         return [line.step for line in read_lines(directory / "steps.jsonl", StepRecord) if line.trained], []
     except RunError as error:
@@ -166,10 +169,11 @@ def _trained_lines(directory: Path) -> tuple[list[int], list[str]]:
 
 
 def _cut(directory: Path, lines: Sequence[int], steps: Collection[int], *, newest: ReadRecords | None) -> list[str]:
-    """Returns what shows that the end of the audit's records was cut off.
+    """Returns in words the signs that the end of the audit's records was cut off.
 
     A step has its line in steps.jsonl before its record for the audit, so a killed run can lack the last record only.
-    `newest` are the records of the live incarnation.
+    `lines` are the trained steps in steps.jsonl, and `steps` the surviving ones in the records. `newest` are the
+    records of the newest incarnation; None if it has none.
     """
     info = known_info(directory)
     state = "running" if info is None else info.state

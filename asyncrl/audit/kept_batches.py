@@ -31,8 +31,8 @@ def check_same_settings(history: History) -> None:
 
 
 def changed_settings(history: History, among: tuple[str, ...]) -> Iterator[tuple[str, object, object]]:
-    """Yields the settings that begin with a word of `among` and that a restart of the run changed, with the value at
-    its start and the other one. Restarts of which no step survived do not count."""
+    """Yields the settings that begin with a word of `among` and that a restart of the run changed: the key, the value
+    at the run's start, and the changed value. Restarts of which no step survived do not count."""
     first, *later = (history.began[incarnation] for incarnation in sorted({s.incarnation for s in history.steps}))
     for began in later:
         for key in sorted(first.settings.keys() | began.settings.keys()):
@@ -42,7 +42,8 @@ def changed_settings(history: History, among: tuple[str, ...]) -> Iterator[tuple
 
 
 def kept_batch(kept: KeptSteps, step: TrainedStep) -> tuple[Lease, BatchedDataDict]:
-    """Returns the kept batch of a step. Raises Counterexample if it is not what the record says."""
+    """Returns the kept lease and rows of a step. Raises NotPossible if they were not kept, and Counterexample if they
+    are not those of the step's record."""
     try:
         found = kept.batch(Version(step.incarnation, step.step))
     except Exception as error:

@@ -1,4 +1,5 @@
-"""Bounds of an objective that depend on all tokens of a step, by their definitions, with the tokens in one list."""
+"""Computes the bounds of an objective that depend on all tokens of a step, for check 6 of the audit. It follows their
+definitions, with the tokens in one list."""
 
 import math
 
@@ -6,7 +7,7 @@ from asyncrl.witness.bounds import Tokens, effective_share, ratios_of, sorted_k2
 from asyncrl.witness.objective import Axes
 
 HALVINGS = 200
-"""Halvings of the range in which the cap of a weight is searched."""
+"""Number of times that the range is halved in which the cap of a weight is searched."""
 
 
 def with_bounds(axes: Axes, tokens: Tokens) -> Axes:
@@ -31,7 +32,9 @@ def with_bounds(axes: Axes, tokens: Tokens) -> Axes:
 
 
 def _budgeted(gate: Axes, tokens: Tokens) -> Axes:
-    """Returns a gate with the bound between the last token of which the mean k2 is within the budget, and the next."""
+    """Returns a gate with the `hi` that its budget gives. The tokens are taken in the order of their k2, as long as
+    their mean k2 is within the budget; `hi` lies between the k2 of the last token that is taken and that of the next
+    one."""
     if gate["budget"] is None:
         return gate
     subject = sorted_k2(gate, tokens)

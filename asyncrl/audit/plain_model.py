@@ -1,8 +1,8 @@
 """A whole model of transformers with the weights that a run kept, and AdamW over whole tensors by its formula.
 
-The sixth check of the audit computes with it. It has no shards, no packing and no wrapper. Of the ranks that trained
-the run it uses only the reader of their files (`SavedTensors`). An adapter (`model.lora`) is two products beside each
-linear layer, W x + (alpha / rank) · B A x.
+The sixth check of the audit computes with it. It has no shards, no packing and no wrapper. Of the code of the ranks it
+uses only the reader of the files that they saved (`SavedTensors`). An adapter (`model.lora`) is two products beside
+each linear layer, W x + (alpha / rank) · B A x.
 """
 
 import math
@@ -40,7 +40,8 @@ class PlainModel:
         self._adapted = True
 
     def load(self, weights: Path) -> None:
-        """Takes the weights of a kept version. Raises NotPossible if they are not those of this model."""
+        """Loads the weights of a kept version from the folder `weights`. Raises NotPossible if they are not those of
+        this model."""
         saved = SavedTensors(weights)
         found = self._adapters(saved) if self._lora is not None else self._own_names(saved)
         for name, parameter in found.items():
@@ -97,7 +98,8 @@ class PlainModel:
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
-        """Lets the model compute without its adapter in the block. Without `lora`, it changes nothing."""
+        """Lets the model compute without its adapter within the block. If the run has no adapter, it changes
+        nothing."""
         self._adapted = False
         try:
             yield
@@ -118,7 +120,8 @@ class PlainModel:
 
 
 def _network(described: Path, *, with_weights: bool) -> Any:
-    """Returns a model in float32. `with_weights`, it has those in the folder, and they are frozen."""
+    """Returns a model in float32. With `with_weights`, it has the weights in the folder, and they are frozen; otherwise
+    random ones, which `load` replaces."""
     if with_weights:
         network: Any = AutoModelForCausalLM.from_pretrained(
             str(described), dtype=torch.float32, trust_remote_code=False
@@ -135,7 +138,7 @@ def norm_of(gradient: Mapping[str, torch.Tensor]) -> float:
 
 
 class Moments:
-    """The moments of AdamW (1711.05101), from zero, in float64."""
+    """The moments of AdamW (1711.05101) for all trained tensors, in float64. They begin with zero."""
 
     def __init__(self, settings: OptimizerSection) -> None:
         self._settings = settings
@@ -144,8 +147,8 @@ class Moments:
         self._steps: dict[str, int] = {}
 
     def step(self, values: Tensors, gradient: Tensors, *, rate: float) -> Tensors:
-        """Returns the values after a step with this learning rate. `gradient` is scaled to the norm
-        `learner.optimizer.max_grad_norm` if its norm is larger. A tensor without a gradient stays."""
+        """Returns the values of all tensors after an AdamW step with the learning rate `rate`. `gradient` is scaled to
+        the norm `learner.optimizer.max_grad_norm` if its norm is larger. A tensor without a gradient stays."""
         settings, (first_decay, second_decay) = self._settings, self._settings.betas
         share = min(1.0, settings.max_grad_norm / (norm_of(gradient) + 1e-6))
         found = dict(values)
@@ -160,9 +163,9 @@ class Moments:
         return found
 
     def decided_by_rounding(self, name: str) -> torch.Tensor:
-        """Returns where the gradients of a tensor's elements were so far nearly 0, but not 0. AdamW divides a gradient
-        by its own size, so rounding decides in which direction such an element moves: an example are the biases of
-        keys, which attention without positions does not see."""
+        """Returns True for the elements of a tensor whose gradients were nearly 0, but not 0, in the steps so far.
+        AdamW divides a gradient by its own size, so rounding decides in which direction such an element moves: an
+        example are the biases of keys, which attention without positions does not see."""
         sizes = {name: (second / (1 - self._settings.betas[1] ** self._steps[name])).sqrt()
                  for name, second in self._second.items()}  # fmt: skip
         if name not in sizes:

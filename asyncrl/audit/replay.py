@@ -1,7 +1,7 @@
 """Check 5 of the audit: computes the steps of a run again, from the weights and batches that it kept.
 
-The policy's ranks do it, started as for a run. They train each surviving step again, from the first one on, through the
-stages of the learner's loop. Every number must be the recorded one, bit by bit. Then they load the weights of each
+The audit starts the policy's ranks as a run does. They train each surviving step again, from the first one on, through
+the stages of the learner's loop. Every number must be the recorded one, bit by bit. Then they load the weights of each
 version and score the tokens that were sampled with it.
 """
 
@@ -78,7 +78,8 @@ def steps_replay(history: History, *, trust: bool = False) -> str:
 
 
 def _check_same_conditions(history: History, config: Config) -> None:
-    """Raises NotPossible if this machine or a restart of the run may give other bits."""
+    """Raises NotPossible if the steps may have other bits when they are computed here: on another processor, with other
+    packages, or with settings that a restart of the run changed."""
     here, packages = processor(), provenance()
     for incarnation in sorted({step.incarnation for step in history.steps}):
         machine = history.began[incarnation].machine
@@ -154,7 +155,8 @@ def _replay(
 
 
 def _check_columns(step: TrainedStep, policy: TQPolicy, meta: KVBatchMeta, rows: BatchedDataDict) -> None:
-    """Compares the columns that the learner added with the kept ones."""
+    """Compares the columns that the repeated step has added to the rows, such as advantages, with those in the kept
+    batch."""
     names = [name for name in (*ADDED_COLUMNS, PREV_LOGPROBS) if name in rows]
     found = policy.read_from_dataplane(meta.subset(range(meta.size)), select_fields=names)
     for name in names:
@@ -163,8 +165,9 @@ def _check_columns(step: TrainedStep, policy: TQPolicy, meta: KVBatchMeta, rows:
 
 
 class _Span(NamedTuple):
-    """Sampled tokens of one version that follow each other in a row, perhaps with tokens that were read between them:
-    the sample in words, the row, and the places of the tokens."""
+    """Sampled tokens of one version that follow each other in a row; tokens that the model only read, such as the
+    output of a tool, may lie between them. `sample` names the sample in words, and `places` are the tokens' positions
+    in the row."""
 
     sample: str
     row: BatchedDataDict

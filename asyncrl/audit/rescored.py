@@ -1,4 +1,5 @@
-"""Scores some kept samples again: the texts of `samples/`, by the reward that the configuration names."""
+"""Computes the rewards of some samples again, for check 6 of the audit: from the texts that the run kept in `samples/`,
+by the reward that the configuration names."""
 
 import os
 from collections import defaultdict
@@ -19,23 +20,23 @@ from asyncrl.learner.audit_records import TrainedGroup
 from asyncrl.learner.records import SampleRecord, read_lines
 
 MOST_GROUPS = 64
-"""Groups that are scored, spread over the run."""
+"""Largest number of groups that are scored again. They are spread over the run."""
 
 
 def reward_differences(history: History, config: Config) -> Iterator[tuple[float | None, str]]:
-    """Yields the difference of each reward from the recorded one, and where it is in words. The difference is None if a
-    reward fails now, or failed in the run, but not both: time limits and memory are those of a machine.
+    """Yields the difference of each reward from the recorded one, and in words which reward it is. The difference is
+    None if a reward fails now, or failed in the run, but not both, because the machines may differ in speed and memory.
 
     Rewards of the user's own code, of a judge and of other servers are left out: they may give another number each
     time. Raises NotPossible with the reason if the rewards cannot be computed from a text of `samples/`.
     """
     if any(untrusted(config, section=section) for section in ("environment", "data")):
-        raise NotPossible("the configuration names code, programs or servers for them")
-    for key, *_ in changed_settings(history, ("environment.", "data.")):  # their values may be private
+        raise NotPossible("the configuration names code, programs or servers for the rewards")
+    for key, *_ in changed_settings(history, ("environment.", "data.")):  # the values may be private
         raise NotPossible(f"{key} was changed when the run was resumed")
     parts = part_configs(config)
     if any(part.environment.agent is not None or part.environment.has_tools for part in parts.values()):
-        raise NotPossible("they are those of episodes with several turns")
+        raise NotPossible("the rewards are those of episodes with several turns")
     found = list(_logged_groups(history))
     if not found:
         raise NotPossible("the run kept no text of a sample (learner.groups_logged)")
@@ -52,8 +53,8 @@ def reward_differences(history: History, config: Config) -> Iterator[tuple[float
 
 
 def _logged_groups(history: History) -> Iterator[tuple[int, TrainedGroup, Sequence[SampleRecord]]]:
-    """Yields the steps, records and texts of groups of which all texts are kept. Raises NotPossible for prompts in a
-    chat template, because a reward may read how the template begins the answer, which is not recorded."""
+    """Yields each group of which all texts are kept: its step, its record and its texts. Raises NotPossible for prompts
+    in a chat template, because a reward may read how the template begins the answer, which is not recorded."""
     for step in history.steps:
         texts: Mapping[int, list[SampleRecord]] = defaultdict(list)
         path = history.directory / "samples" / f"step-{step.step}.jsonl"
@@ -74,7 +75,7 @@ def _of_part(
         secrets = read_secrets(section, os.environ)
         with started(section, secrets=secrets, output=lambda text: None) as process:
             if process.form.agent:
-                raise NotPossible("they are those of episodes with several turns")
+                raise NotPossible("the rewards are those of episodes with several turns")
             for step, group, records in groups:
                 first = records[0]
                 task = Task(
@@ -92,7 +93,7 @@ def _of_part(
     except NotPossible:
         raise
     except (AsyncRLError, OSError) as error:  # another user may not be able to start a process of this Python
-        raise NotPossible(f"they cannot be computed here: {error}") from error
+        raise NotPossible(f"the rewards cannot be computed here: {error}") from error
 
 
 def _reward(score: Score) -> float | None:
@@ -103,8 +104,9 @@ def _reward(score: Score) -> float | None:
 
 
 def _apart(recorded: float | None, again: float | None, *, on_error: str) -> float | None:
-    """Returns the difference of two rewards; None if one of them failed and the other did not. With
-    `environment.on_error: zero` a failed reward was recorded as 0, so a recorded 0 may be one."""
+    """Returns the difference between the recorded reward and the one that was computed again; None if one of them
+    failed and the other did not. With `environment.on_error: zero` a failed reward was recorded as 0, so a recorded 0
+    may be a failed one."""
     may_have_failed = recorded is None or (on_error == "zero" and recorded == 0)
     if again is None:
         return 0.0 if may_have_failed else None

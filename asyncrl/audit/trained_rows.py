@@ -20,8 +20,8 @@ from asyncrl.witness.step import Completion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSequence:
-    """A sequence as a model sees it: a row, or a branch of one. `supports` has the ids of the support of each token but
-    the first. `start` is the place of its first token in the row."""
+    """A sequence as a model sees it: a row, or a branch of one. `supports` has, for each token but the first, the ids
+    among which it was sampled. `start` is the position of the sequence's first token in the row."""
 
     start: int
     tokens: list[int]
@@ -30,8 +30,9 @@ class RowSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedRow:
-    """A trained row. `places` are those of its trained tokens; the columns have one entry for each of them. `unusable`
-    tokens have a number that is not finite: the ranks mask them, so they are not among the places."""
+    """A trained row. `places` are the positions of its trained tokens in the row, and the columns have one entry for
+    each of them. `unusable` is the number of further tokens with a log-prob or advantage that is not finite: the ranks
+    mask them."""
 
     name: str
     unusable: int

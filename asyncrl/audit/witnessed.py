@@ -55,8 +55,8 @@ from asyncrl.witness.step import Completion, advantages, counts, trained
 
 
 def chosen_steps(trained_steps: int, wanted: int) -> tuple[list[int], list[int]]:
-    """Returns the places of the first steps of a run, whose moments are known, and of others, evenly spread up to the
-    last one. Together they are `wanted` steps, or all.
+    """Returns the indices of steps to compute again: the first ones of a run, for which AdamW's moments are known, and
+    others, evenly spread up to the last one. Together they are `wanted` steps, or all.
 
     >>> chosen_steps(24, 5)
     ([0, 1, 2], [12, 23])
@@ -69,8 +69,8 @@ def chosen_steps(trained_steps: int, wanted: int) -> tuple[list[int], list[int]]
 
 
 def steps_witnessed(history: History, *, steps: int, progress: Callable[[str], None]) -> PlainComputation:
-    """Check 6: repeats the witness's checks for this number of surviving steps. Raises NotPossible if the run did not
-    keep what they need, and Counterexample if a kept batch is not the one that was trained."""
+    """Check 6: computes `steps` of the surviving steps again by a plain path, and compares. Raises NotPossible if the
+    run did not keep what this needs, and Counterexample if a kept batch is not the one that was trained."""
     kept, config = kept_steps(history), read_config(history.directory)
     check_same_settings(history)
     first, others = chosen_steps(len(history.steps), steps)
@@ -106,7 +106,8 @@ def _described(history: History) -> Path:
 
 
 class _Witness:
-    """Witnesses steps one after the other, the first ones of the run first."""
+    """Computes steps again by a plain path, one after the other, the first ones of the run first. `found` has the
+    results of the comparisons by check."""
 
     def __init__(self, *, config: Config, kept: KeptSteps, model: PlainModel) -> None:
         self.optimizer_steps: list[int] = []
@@ -129,7 +130,7 @@ class _Witness:
         }
 
     def left_out_in_words(self) -> tuple[str, ...]:
-        """Returns what was not witnessed, with the reasons."""
+        """Returns what was not computed again, with the reasons, for the audit's text and certificate."""
         found = list(self._left_out)
         if self._unusable:
             found.append(f"{self._unusable:,} tokens with a number that is not finite, which the ranks left out")
@@ -139,7 +140,8 @@ class _Witness:
         return tuple(found)
 
     def _read_objective(self) -> Axes | None:
-        """Returns the axes of the objective; None without a formula for its derivatives."""
+        """Returns the axes of the objective; None if the witness has no formula for its derivatives: for a loss of the
+        user, and for bounds of the step that depend on an interpolated policy."""
         later = "the gradient and the optimizer's step"
         if is_own_loss(self._config.algorithm):
             self._left_out.append(f"{later}, because algorithm.loss is your own code")
@@ -153,7 +155,8 @@ class _Witness:
         return axes
 
     def witness(self, step: TrainedStep, *, initial: TrainedStep, consecutive: bool) -> None:
-        """Witnesses a step. With `consecutive`, the step before it was the last one, so the moments are known."""
+        """Computes a step again, and compares. With `consecutive`, all earlier steps of the run were computed before,
+        so AdamW's moments are known, and the new weights are compared too. `initial` is the first step of the run."""
         lease, rows = kept_batch(self._kept, step)
         completions = completions_of(lease)
         kept = trained(completions, axes=self._sample_axes, config=self._config)
@@ -211,8 +214,8 @@ class _Witness:
     # --- log-probs by the plain pass --------------------------------------------------------------------------------
 
     def _reference(self, rows: Mapping[int, TrainedRow], initial: Version) -> dict[int, list[float]]:
-        """Returns the log-probs of rows under the weights with which the run began, if objective or estimator read
-        them."""
+        """Returns the log-probs of rows under the reference: the weights with which the run began. Returns an empty
+        mapping if neither the objective nor the advantage estimator reads them."""
         kl = self._token_rule is not None and self._token_rule["kl"] is not None
         if not (kl or _reads_reference(self._objective)):
             return {}
@@ -221,8 +224,8 @@ class _Witness:
             return {n: self._logprobs(row) for n, row in rows.items()}
 
     def _logprobs(self, row: TrainedRow, slopes: Derivatives | None = None) -> list[float]:
-        """Returns the log-probs of the row's trained tokens. With `slopes`, adds the gradient of the loss to those of
-        the model."""
+        """Returns the log-probs of the row's trained tokens by plain passes. With `slopes`, the derivatives of the loss
+        by these log-probs and by entropies, also adds the row's gradient to the gradients of the model."""
         at: dict[int, float] = {}
         by_logprob = {} if slopes is None else dict(zip(row.places, slopes.logprobs, strict=True))
         by_entropy = {} if slopes is None else dict(zip(row.places, slopes.entropies, strict=True))
@@ -308,7 +311,7 @@ class _Witness:
         if any(row.unusable for row in rows.values()):
             self._leave_out(
                 "the advantages of steps with a number that is not finite, because the ranks computed them before they "
-                "left its token out"
+                "left the token of this number out"
             )
             return
         if rule["kl"] is not None and len({outcomes[n] for n in rows}) == 1:
@@ -351,7 +354,8 @@ class _Witness:
         *,
         consecutive: bool,
     ) -> None:
-        """Computes the updates of a step, and compares the norm of their gradients, and the weights after them."""
+        """Computes the updates of a step, and compares the norm of their gradients. With `consecutive`, also computes
+        and compares the weights after them."""
         learner = self._config.learner
         updates = 1 if len(kept) % (learner.updates_per_step * learner.ranks) else learner.updates_per_step
         if updates > 1 and not consecutive:
@@ -437,8 +441,9 @@ class _Witness:
         *,
         recorded: float | None,
     ) -> Tensors:
-        """Returns the gradient of an update. A token so near to the edge of a clip that rounding decides on which side
-        it is may be on either side: of both gradients, the one with the `recorded` norm is returned."""
+        """Returns the gradient of an update. A token may be so near to the edge of a clip that rounding decides on
+        which side it is. Then the gradients of both sides are computed, and the one whose norm is nearest to `recorded`
+        is returned."""
         tried: list[tuple[float, Tensors]] = []
         seen: list[list[list[float]]] = []
         for apart in (0.0, ROUNDING_NATS, -ROUNDING_NATS):
@@ -457,7 +462,8 @@ class _Witness:
         return min(tried, key=lambda each: each[0])[1]
 
     def _compare_changes(self, step: TrainedStep, before: Tensors, expected: Tensors) -> None:
-        """Compares the change of each tensor with the one between the kept weights."""
+        """Compares the change of each tensor by AdamW's formula (`before` to `expected`) with its change between the
+        kept weights before and after the step."""
         self._load(step.made)
         found = self._model.values()
         self.optimizer_steps.append(step.step)
@@ -477,7 +483,8 @@ class _Witness:
 
 
 def _are_alike(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> bool:
-    """Returns whether coefficients differ by rounding only, and no token is on another side of a bound."""
+    """Returns whether two lists of coefficients differ by rounding only. If a token were on another side of a bound,
+    its coefficients would differ by more."""
     pairs = [pair for a, b in zip(one, other, strict=True) for pair in zip(a, b, strict=True)]
     largest = max((abs(value) for value, _ in pairs), default=0.0)
     return all(abs(a - b) <= 1e-4 * largest for a, b in pairs)
@@ -488,7 +495,8 @@ def _reads_reference(objective: Axes | None) -> bool:
 
 
 def _token_rule(config: Config) -> Axes | None:
-    """Returns the numbers of the estimator of tokens; None if all tokens of a sample have its advantage."""
+    """Returns the settings (γ, KL, whitening) of an estimator that gives each token its own advantage; None if all
+    tokens of a sample have the sample's advantage."""
     axes = resolve_advantage(advantage_of(config.algorithm))
     if not (isinstance(axes, DiscountedOutcome) and has_token_advantages(axes)):
         return None

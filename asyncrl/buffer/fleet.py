@@ -11,10 +11,10 @@ A replica keeps its name, and has one process after another: its actors. Only th
 events change the state:
 
 - A heartbeat: without weights the replica is `stale`, with weights `healthy`.
-- No heartbeat for half of the timeout: `suspect`. Its deployment asks the process. After the whole timeout the replica
-  is `quarantined`, until it sends a heartbeat again.
-- INFRA failures in a row: from the second one on, the replica gets no tickets for a while, twice as long each time.
-  After `generator.max_infra_failures` it is `quarantined`.
+- No heartbeat for half of the timeout: `suspect`. Its deployment calls the process, to see whether it answers. After
+  the whole timeout the replica is `quarantined`, until it sends a heartbeat again.
+- INFRA failures in a row (a part of the system failed, and not the data): from the second one on, the replica gets no
+  tickets for a while, twice as long each time. After `generator.max_infra_failures` it is `quarantined`.
 - Its engine or its process has died, or its engine is stuck: `quarantined`.
 - Its deployment ends a quarantined replica and starts it again (`restarting`), or gives it up (`retired`).
 
@@ -37,16 +37,18 @@ BACK_OFF_S = 0.5
 """Time without tickets after the second INFRA failure in a row, seconds. It doubles with each further failure."""
 LONGEST_BACK_OFF_S = 30.0
 NOT_ITS_OWN = frozenset({"row_store", "prefix", "parity", "aborted"})
-"""Reasons of INFRA failures that are not counted: the data plane has failed, or a weight update has failed and the
-replica repeats it."""
+"""Reasons of INFRA failures that are not counted against the replica: the data plane has failed, or a weight update has
+failed and the replica repeats it."""
 FORGET_TIMEOUTS = 4
-"""Number of timeouts after which a silent replica is forgotten, because its deployment may have ended too."""
+"""Number of heartbeat timeouts after which the record of a replica that was quarantined for silence is deleted. Its
+deployment may have ended too."""
 FORGET_S = 3600.0
-"""Time without a heartbeat after which any other replica is forgotten, seconds."""
+"""Time without a heartbeat after which the record of any other quarantined or restarting replica is deleted, seconds.
+It is at least two timeouts."""
 NO_HEARTBEAT = -1
 NO_STEP = -1
 GONE = 10_000
-"""Number of excused actors, and of retired replicas, that are remembered."""
+"""Number of names that are remembered: of actors that were ever quarantined, and of replicas that were given up."""
 
 
 class ReplicaState(StrEnum):
@@ -156,9 +158,9 @@ class Life:
 
 
 class Fleet:
-    """The lives of all replicas by name. `clock` returns monotonic seconds.
+    """The state (`Life`) of every replica, by name. `clock` returns monotonic seconds.
 
-    `quarantines` and `restarts` count what happened to replicas by cause.
+    `quarantines` and `restarts` are the numbers of quarantines and restarts so far, by cause.
     """
 
     def __init__(self, *, max_infra_failures: int, timeout_s: float, clock: Callable[[], float]) -> None:
@@ -174,7 +176,8 @@ class Fleet:
         self.restarts: Counter[Cause] = Counter()
 
     def life(self, replica: str) -> Life | None:
-        """Returns the life of a replica with its present state; None if the replica is not known or was given up."""
+        """Returns the life of a replica, which becomes SUSPECT now if it was silent for half of the timeout; None if
+        the replica is not known or was given up."""
         life = self._lives.get(replica)
         if life is None:
             return None
@@ -188,13 +191,13 @@ class Fleet:
         return {name: life for name in self._lives if (life := self.life(name)) is not None}
 
     def life_of(self, actor: str) -> Life | None:
-        """Returns the life of which `actor` is the newest actor; None if there is none."""
+        """Returns the life of the replica whose newest actor is `actor`; None if there is no such replica."""
         life = self._lives.get(replica_of(actor))
         return life if life is not None and life.actor == actor else None
 
     def may_be_used(self, actor: str) -> bool:
-        """Returns whether an actor has sent a heartbeat, is still the newest actor of its replica, and is not
-        quarantined."""
+        """Returns whether an actor has sent a heartbeat, is still the newest actor of its replica, and is neither
+        quarantined nor being restarted."""
         life = self.life_of(actor)
         return life is not None and life.may_be_used
 
@@ -224,7 +227,8 @@ class Fleet:
         return life
 
     def failed(self, actor: str, failure: Failure) -> bool:
-        """Counts an INFRA failure of a rollout on an actor. Returns True if the actor is quarantined for it."""
+        """Counts an INFRA failure of a rollout on an actor. From the second one in a row on, the actor gets no tickets
+        for a while. Returns True if it is quarantined for this failure."""
         life = self.life_of(actor)
         if life is None or not life.may_be_used or failure.reason in NOT_ITS_OWN:
             return False
@@ -254,10 +258,11 @@ class Fleet:
         return True
 
     def quarantine_silent(self) -> None:
-        """Quarantines the actors that sent no heartbeat for the timeout. Forgets replicas that were silent for long.
+        """Quarantines the actors that sent no heartbeat for the timeout. Deletes the records of replicas that were
+        silent for much longer (`FORGET_TIMEOUTS`, `FORGET_S`).
 
-        A call takes O(1) until the time at which the first replica can have been silent for the timeout: a heartbeat
-        only makes this time later, and there may be 10,000 replicas and a call each second.
+        The call comes each second, and there may be 10,000 replicas. So it computes the earliest time at which a
+        replica can reach its limit, and until then a call takes O(1). Heartbeats only make this time later.
         """
         now_s = self._clock()
         if now_s <= self._none_silent_until_s:
@@ -283,7 +288,8 @@ class Fleet:
             self.restarts[life.cause or cause] += 1
 
     def retire(self, replica: str) -> None:
-        """Forgets a replica that its deployment does not start again. The calls of its actors do not count any more."""
+        """Deletes the record of a replica that its deployment does not start again. The calls of its actors do not
+        count any more."""
         self._lives.pop(replica, None)
         _remember(self._retired, replica)
 
@@ -297,7 +303,7 @@ class Fleet:
         return Refusal.UNHEALTHY if suspect or self._backs_off(actor) else None
 
     def back_off_ended(self) -> bool:
-        """Returns whether an actor may get tickets again since the last call."""
+        """Returns whether, since the last call, an actor's time without tickets after INFRA failures has ended."""
         ended = {actor for actor in self._backing_off if not self._backs_off(actor)}
         self._backing_off -= ended
         return bool(ended)
@@ -321,13 +327,13 @@ class Fleet:
         return life is not None and life.blocked_until_s > self._clock()
 
     def _forget_s(self, life: Life) -> float:
-        """Returns for how long a replica may be silent before it is forgotten."""
+        """Returns for how many seconds a replica may be silent before its record is deleted."""
         only_silent = life.state is ReplicaState.QUARANTINED and life.cause is Cause.NO_HEARTBEATS
         return FORGET_TIMEOUTS * self._timeout_s if only_silent else max(FORGET_S, 2 * self._timeout_s)
 
     def _next_limit_s(self, life: Life) -> float:
-        """Returns how long a replica in use may be silent before it is quarantined, and any other one before it is
-        forgotten."""
+        """Returns for how many seconds a replica may be silent before it is quarantined. For one that is quarantined or
+        being restarted, these are the seconds until its record is deleted."""
         return self._timeout_s if life.may_be_used else self._forget_s(life)
 
 

@@ -6,8 +6,8 @@
                    waiting at the front
 
 A group is in exactly one of these places. `Groups` moves it, and keeps the ledger, the numbers of attempts and the kept
-rows consistent with its place. `KeptRows` knows what the data plane has of groups for a checkpoint or for the next
-attempt. The rules are in `replay_buffer.py`, which decides about each move.
+rows consistent with its place. `KeptRows` knows which rows and partial generations the data plane keeps for a
+checkpoint or for the next attempt at a group. The rules are in `replay_buffer.py`, which decides about each move.
 
 The n-th new prompt is group n. A retry keeps the group, the prompt and the seed, and has the next attempt number. Every
 order is total: ready groups are ordered by (deadline, group), waiting prompts by group, which is the order in which the
@@ -152,7 +152,7 @@ class KeptRows:
         self._ledger = ledger
         self._complete: int | None = None  # the step of the newest complete checkpoint
         self._snapshot: int | None = None  # the step of the newest snapshot
-        self._retained: dict[str, tuple[Slot, int]] = {}  # with the step that ended the group, by key
+        self._retained: dict[str, tuple[Slot, int]] = {}  # by key: the slot, and the step that ended the group
         self._split: dict[int, Slot] = {}
         self._unneeded: list[str] = []  # keys whose prefixes became unneeded since `take_unneeded`
         self.not_loaded: set[str] = set()
@@ -160,7 +160,8 @@ class KeptRows:
     # Checkpoints
 
     def snapshot_taken(self, *, step: int) -> None:
-        """From now on, groups are retained that a learner would need that goes back to `step`."""
+        """Records that a snapshot of `step` was taken. From now on, the groups are retained that a learner needs if it
+        goes back to `step`."""
         self._snapshot = step
 
     def restored(self, *, step: int) -> None:
@@ -168,8 +169,9 @@ class KeptRows:
         self._complete = self._snapshot = step
 
     def release(self, *, complete: int | None) -> tuple[str, ...]:
-        """Forgets what is not needed, now that the newest complete checkpoint is the one of step `complete`; with None,
-        all. Returns the keys of the groups that were retained until now; their rows may be cleared."""
+        """Records that the newest complete checkpoint is the one of step `complete`, and stops keeping groups and
+        prefixes that only earlier checkpoints needed; with None, all. Returns the keys of the groups that are not
+        retained any longer; their rows may be cleared."""
         self._complete = complete
         if complete is None:
             self._snapshot = None
@@ -200,14 +202,16 @@ class KeptRows:
         return False
 
     def _is_needed(self, slot: Slot, step: int) -> bool:
-        """Returns whether a learner that goes back to a checkpoint can train a group again that `step` ended: it was
-        not trained at the checkpoint, and no token is newer."""
+        """Returns whether a learner that goes back to a checkpoint can train a group again. It can if `step`, which has
+        ended the group, comes after the checkpoint, and all tokens of the group are of weights that the checkpoint
+        has."""
         assert slot.meta is not None, f"group {slot.ticket.key} was leased before its commit"
         newest = slot.meta.newest
         return any(at is not None and newest <= at <= step for at in (self._complete, self._snapshot))
 
     def _splits(self, meta: GroupMeta) -> bool:
-        """Returns whether a learner that goes back to a checkpoint loses some tokens of a group, and not all."""
+        """Returns whether a learner that goes back to a checkpoint loses some tokens of a group, and not all: some are
+        of weights after the checkpoint, and some are not."""
         return any(at is not None and meta.oldest <= at < meta.newest for at in (self._complete, self._snapshot))
 
     # Prefixes
@@ -218,7 +222,9 @@ class KeptRows:
         return None if slot is None else slot.prefix
 
     def split_tokens(self, lineage: Lineage) -> int:
-        """Returns how many tokens ancestors have generated of the groups that weights of dead versions finished."""
+        """Returns the number of tokens before the first token of a dead version, over the split groups that have such a
+        token. A version is dead if the weights of `lineage` are not made from it. The next attempts continue the tokens
+        before it."""
         metas = [slot.meta for slot in self._split.values() if slot.meta is not None]
         dead = [meta for meta in metas if not all(map(lineage.has, meta.versions))]
         return sum(meta.surviving_tokens(lineage) for meta in dead)
@@ -251,14 +257,14 @@ class KeptRows:
             self._unneeded.append(slot.ticket.key)
 
     def filter(self, slot: Slot, meta: GroupMeta) -> None:
-        """Counts the tokens that a filtered attempt took from the prefix of its ticket, and clears the stored tokens of
-        the group."""
+        """Counts the tokens of the ticket's prefix that a filtered attempt continued, and marks the stored tokens of
+        the group as unneeded."""
         self._count_continued(slot, meta)
         self.clear(slot)
 
     def clear(self, slot: Slot) -> None:
-        """Marks what is stored of a group that is not reserved any longer as unneeded: what its last attempt may have
-        stored without a report, and what it has not replaced of an earlier attempt."""
+        """Marks the stored tokens of a group that is not reserved any longer as unneeded: those that its last attempt
+        may have stored, also without a report, and those of an earlier attempt that the last one has not replaced."""
         self._unneeded.append(slot.ticket.key)
         if slot.prefix is not None and slot.prefix.attempt != slot.ticket.attempt:
             self._forget(slot.ticket.group, slot.prefix)
@@ -268,16 +274,16 @@ class KeptRows:
         self._count_dropped(prefix.tokens)
 
     def without_prefix(self, prompt: WaitingPrompt) -> WaitingPrompt:
-        """Returns a waiting prompt without its prefix. Counts the tokens."""
+        """Returns a waiting prompt without its prefix, whose tokens are counted as dropped. Its rows may be cleared."""
         assert prompt.prefix is not None, f"group {prompt.group} has no prefix"
         self.drop(prompt.prefix)
         self._forget(prompt.group, prompt.prefix)
         return msgspec.structs.replace(prompt, prefix=None)
 
     def surviving(self, prefix: Prefix | None, lineage: Lineage) -> Prefix | None:
-        """Returns the part of a prefix up to its first token of a dead version of `lineage`. Its `tokens` then counts
-        the dead ones too, because the record does not tell them apart. Counts a prefix that has no such part as
-        dropped."""
+        """Returns the part of a prefix before its first token of a dead version: one from which the weights of
+        `lineage` are not made. Its `tokens` then counts the later tokens too, because the record does not tell them
+        apart. Counts a prefix that has no such part as dropped, and returns None."""
         if prefix is None:
             return None
         versions = tuple(filter(lineage.has, prefix.versions))
@@ -370,8 +376,8 @@ class Groups:
     def next_prompt(self, *, actor: str) -> WaitingPrompt | None:
         """Returns the earliest prompt at the front, else a new prompt; None if there is neither.
 
-        A prompt that failed on the replica of `actor`, also on an earlier actor of it, comes last, if a healthy replica
-        has not tried it.
+        A prompt that failed on the replica of `actor`, also on an earlier actor of this replica, comes last as long as
+        there is a healthy replica that has not tried the prompt.
         """
         name = replica_of(actor)
 
@@ -392,7 +398,7 @@ class Groups:
         return WaitingPrompt(group=group, attempt=0, task=task, seed=seed, issued=False)
 
     def wait(self, prompt: WaitingPrompt) -> None:
-        """Puts a prompt at the front. Takes O(log n)."""
+        """Adds a prompt to the front: the waiting prompts, which are issued before any new prompt. Takes O(log n)."""
         heapq.heappush(self._waiting_order, prompt.group)
         self.waiting[prompt.group] = prompt
         self._waiting_issued += prompt.issued
@@ -422,15 +428,17 @@ class Groups:
     def restore(
         self, *, issued: int, exhausted: bool, last_of_ended: Mapping[int, tuple[int, bool]], newest_forgotten: int
     ) -> None:
-        """Continues from the numbers of a snapshot. `newest_forgotten` is that of the buffer before it."""
+        """Continues from the numbers of a snapshot. `newest_forgotten` is that of the `Groups` that this object
+        replaces."""
         self.issued, self.exhausted, self.last_of_ended = issued, exhausted, dict(last_of_ended)
         self.newest_forgotten = newest_forgotten
 
     def is_last_attempt(self, ticket: Ticket) -> bool:
-        """Returns whether the group has failed if this attempt fails.
+        """Returns whether the group fails if this attempt fails.
 
-        That is the attempt number `max_attempts`. Attempts on actors that were quarantined do not count, up to the
-        same number: a prompt that ends every engine must not be tried for ever.
+        It does if `max_attempts` attempts count, with this one. Attempts on actors that were quarantined do not count,
+        but the group also fails after twice as many attempts of both kinds: a prompt that ends every engine must not be
+        tried for ever.
         """
         failed_on, most = [*ticket.failed_on, ticket.replica], self.limits.max_attempts
         counted = sum(not self._fleet.is_excused(actor) for actor in failed_on)
@@ -462,9 +470,9 @@ class Groups:
         return group not in self.last_of_ended and not self.kept.retains(f"{group}.{attempt}")
 
     def has_ended(self, group: int, attempt: int) -> bool:
-        """Returns whether no commit of this attempt was accepted or can be accepted. An attempt that was never issued
-        counts as such, because a restore forgets the attempts that were issued after its snapshot. So does an attempt
-        whose rows were lost after its commit, and a forgotten one."""
+        """Returns whether no commit of this attempt counts or can still be accepted. This is so for an attempt that was
+        never issued, because a restore forgets the attempts that were issued after its snapshot; for one whose rows
+        were lost after its commit; and for a forgotten one (`is_forgotten`)."""
         if self.is_forgotten(group, attempt):
             return True
         slot = self.open.get(group)
@@ -476,7 +484,7 @@ class Groups:
         return attempt < self.issued_attempts(group) and self.has_ended(group, attempt)
 
     def prefix_of(self, group: int) -> Prefix | None:
-        """Returns what is stored of a group."""
+        """Returns the prefix of a group, from which its next attempt can continue; None if nothing is stored."""
         return next(iter(self._prefixes(group)), None)
 
     def needs_prefix(self, group: int, attempt: int) -> bool:
@@ -487,7 +495,8 @@ class Groups:
         return any(prefix.attempt == attempt for prefix in self._prefixes(group))
 
     def _prefixes(self, group: int) -> list[Prefix]:
-        """Returns what a waiting or reserved group continues, before what is stored of its commit."""
+        """Returns the stored prefixes of a group: the one of its waiting prompt or reserved slot, and then the one that
+        is kept of a committed group which a checkpoint splits."""
         due, slot = self.waiting.get(group), self.open.get(group)
         found = (
             due.prefix if due is not None else None,
@@ -562,8 +571,8 @@ class Groups:
         return True
 
     def unconfirm(self, slot: Slot, *, now_s: float) -> None:
-        """Records that the actor does not hold the ticket of a reserved group any longer. The ticket ends like one
-        whose reply was lost now."""
+        """Records that the actor does not hold the ticket of a reserved group any longer. The ticket expires after the
+        heartbeat timeout, counted from `now_s`, like one whose reply was lost."""
         slot.confirmed, slot.last_seen_s = False, now_s
         self.unconfirmed[slot.ticket.key] = slot
 
@@ -578,13 +587,15 @@ class Groups:
         self.unconfirmed = dict(sorted(self.unconfirmed.items(), key=lambda each: each[1].last_seen_s))
 
     def store(self, key: str, prefix: Prefix, *, actor: str) -> None:
-        """Records what an actor has stored of the group of its ticket."""
+        """Records the partial generation that an actor has stored for the ticket `key`, if it still holds the
+        ticket."""
         slot = self.reserved.get(key)
         if slot is not None and slot.ticket.replica == actor:
             self.kept.store(slot, prefix)
 
     def extend(self, slot: Slot) -> None:
-        """Gives a reserved group the deadline of its newest token. Its older tokens may then be too old to train."""
+        """Gives a straggler the deadline of its newest token (`staleness.on_deadline: mask`). Its older tokens may then
+        be too old to train; the ranks mask them."""
         self.unleased_by_deadline -= {slot.deadline: 1}
         slot.deadline = slot.newest_deadline
         self.unleased_by_deadline[slot.deadline] += 1
@@ -602,7 +613,8 @@ class Groups:
         self.ledger.generated(meta.generated_tokens)
 
     def filter(self, slot: Slot, meta: GroupMeta) -> None:
-        """Ends a reserved group that was generated, but is not trained. Another prompt may take its slot."""
+        """Ends a reserved group that was generated, but is not trained because all of its rewards are equal
+        (`algorithm.zero_variance: resample`). Another prompt may take its slot."""
         if meta.stored is not None:
             self.kept.store(slot, meta.stored)
         self._leave_actor(slot)  # the slot gets no metadata: the group does not count as committed
@@ -624,8 +636,8 @@ class Groups:
         return True
 
     def restart(self, slot: Slot) -> None:
-        """Ends an attempt at a reserved group that is not the last one. The next attempt begins without a prefix,
-        because the stored tokens are as old as this attempt, which is too old."""
+        """Ends an attempt at a straggler that is not the last one (`staleness.on_deadline: requeue`). The next attempt
+        begins without a prefix, because the stored tokens are as old as this attempt, which is too old."""
         if slot.prefix is not None:
             self.kept.drop(slot.prefix)
         self._count_thrown_away(slot.sampled_tokens - slot.stored_tokens)
@@ -634,9 +646,9 @@ class Groups:
         self._try_again(slot)
 
     def interrupt(self, slot: Slot, meta: GroupMeta, *, lineage: Lineage) -> None:
-        """Ends an attempt at a reserved group that has a token of a dead version of `lineage`. The prompt goes to the
-        front, and the attempt does not count against `buffer.max_attempts`. The stored tokens up to the first dead one
-        stay."""
+        """Ends an attempt at a reserved group that has a token of a dead version: one from which the weights of
+        `lineage` are not made. The prompt goes to the front, and the attempt does not count against
+        `buffer.max_attempts`. The next attempt continues the stored tokens before the first one of a dead version."""
         if meta.stored is not None:
             self.kept.store(slot, meta.stored)
         self._count_thrown_away(meta.generated_tokens - slot.stored_tokens)
@@ -651,8 +663,8 @@ class Groups:
         self._end(slot, Fate.FAILED)
 
     def drop(self, slot: Slot) -> None:
-        """Drops a reserved group. Another prompt may take its slot. The tokens that its actor reported are counted,
-        because they were generated."""
+        """Ends a straggler with the fate `dropped` (`staleness.on_deadline: drop`). Another prompt may take its slot.
+        The tokens that its actor reported are counted, because they were generated."""
         self._leave_reserved(slot)
         self.kept.clear(slot)
         self.ledger.generated(slot.sampled_tokens)
@@ -668,8 +680,8 @@ class Groups:
         self.ledger.count(Event.TOKENS_THROWN_AWAY, max(0, tokens))
 
     def _leave_reserved(self, slot: Slot) -> None:
-        """Removes a reserved group and frees its slot. Its actor may not know it, so the actor has to name its
-        tickets."""
+        """Removes a reserved group and frees its slot. Its actor may not know that the ticket has ended, so the actor's
+        next heartbeat has to name all of its tickets."""
         if slot.confirmed:
             self.must_report_all.add(slot.ticket.replica)
         self._leave_actor(slot)
@@ -732,8 +744,8 @@ class Groups:
             self.reissue(slot, Fate.ROWS_LOST)
 
     def reissue(self, slot: Slot, fate: Fate) -> None:
-        """Settles the fate of an attempt that holds no slot any longer, and puts the prompt at the front. If the
-        attempt was not committed, the next one begins with what it has stored.
+        """Records the final fate of an attempt that holds no slot any longer, and puts the prompt at the front. If the
+        attempt was not committed, the next one continues the tokens that it has stored.
 
         The ledger counts the next attempt at such a prompt as newly issued.
         """
@@ -812,7 +824,7 @@ class Groups:
         return entry
 
     def _end(self, slot: Slot, fate: Fate, *, tokens: int = 0) -> None:
-        """Ends a group for good, and remembers its last attempt."""
+        """Counts the final fate of a group whose prompt is not issued again, and remembers its last attempt."""
         self.settle(slot, fate, tokens=tokens)
         last = (slot.ticket.attempt, slot.meta is not None)
         if last != (0, True):

@@ -100,7 +100,8 @@ class Amount(msgspec.Struct, frozen=True):
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the ledger at one moment, including open groups. It is exported as metrics, shown, and checked."""
+    """The counts of the ledger at one moment, including open groups. Metrics and views show it, and checks compare
+    it."""
 
     issued: Amount
     fates: dict[Fate, Amount]
@@ -184,7 +185,7 @@ class Ledger:
         self._issued += Amount(0, 0, tokens)
 
     def settle(self, ended: EndedGroup) -> None:
-        """Counts an issued group that reached a final fate."""
+        """Counts an issued group that reached a final fate, and notes it in `ended`."""
         self._final[ended.fate] += Amount(1, ended.samples, ended.tokens)
         self.ended.append(ended)
 
@@ -274,8 +275,8 @@ class FailureLog:
         return FailureState(counts=self.counts(), streak=self.streak)
 
     def restore(self, state: FailureState) -> None:
-        """Continues from the failures of a snapshot. A streak that had ended the run is forgotten: a resumed run gets
-        another chance."""
+        """Continues from the failures of a snapshot. A streak of failures that had ended the run is left out, so that a
+        resumed run can continue."""
         self._counts = {count.first.label: count for count in state.counts}
         self.streak = state.streak
         if self.too_many:

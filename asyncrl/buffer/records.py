@@ -20,12 +20,12 @@ from asyncrl.errors import FailureClass, RolloutError
 class Refusal(StrEnum):
     """The reason why a reserve got fewer tickets than it requested.
 
-    STALENESS: rule (1) of `staleness.py` admits no more. CAPACITY: the buffer is full. NO_PROMPTS: the prompts have run
-    out. NO_STEPS: the groups in flight already fill every step up to `total_steps`. PAUSED: admission is paused.
-    TOO_MANY_FAILURES: the run is about to end, because `generator.max_data_failures` groups failed in a row.
-    OLD_INCARNATION: the learner's weights are not made from this version (`asyncrl.common.version`). UNHEALTHY: the
-    replica gets no tickets for a while, because rollouts on it failed in a row, or because it sends no heartbeats.
-    QUARANTINED: it gets no tickets any more, and must end.
+    STALENESS: more groups at the replica's version could be too old when they are trained (rule (1) of `staleness.py`).
+    CAPACITY: the buffer is full. NO_PROMPTS: the prompts have run out. NO_STEPS: the groups in flight already fill
+    every step up to `total_steps`. PAUSED: admission is paused. TOO_MANY_FAILURES: the run is about to end, because
+    `generator.max_data_failures` groups failed in a row. OLD_INCARNATION: the learner's weights are not made from this
+    version (`asyncrl.common.version`). UNHEALTHY: the replica gets no tickets for a while, because rollouts on it
+    failed in a row, or because it sends no heartbeats. QUARANTINED: it gets no tickets any more, and must end.
     """
 
     STALENESS = "staleness"
@@ -234,8 +234,8 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return {Version(span.incarnation, span.step) for spans in self.version_spans for span in spans}
 
     def surviving_tokens(self, lineage: Lineage) -> int:
-        """Returns the number of tokens of each sample up to its first token of a dead version of `lineage`, summed over
-        the samples."""
+        """Returns the number of tokens of each sample before its first token of a dead version (one from which the
+        weights of `lineage` are not made), summed over the samples."""
         alive = (
             takewhile(lambda span: lineage.has(Version(span.incarnation, span.step)), spans)
             for spans in self.version_spans
@@ -244,8 +244,9 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A group that holds a slot: reserved if `meta` is None, otherwise ready. `deadline` is the deadline of the
-    ticket, or later. Its task is `NO_TASK`. `prefix` is what is stored of a reserved group."""
+    """A group that holds a slot, as a snapshot has it: reserved if `meta` is None, otherwise ready. `deadline` is the
+    deadline of the ticket, or later. The ticket's task is `NO_TASK`. `prefix` is the partial generation of a reserved
+    group that is stored."""
 
     ticket: Ticket
     reserved_step: int
@@ -260,9 +261,10 @@ class CommitOutcome(StrEnum):
 
     FILTERED: all rewards of the group are equal, so it is not trained, and another prompt takes its slot
     (`algorithm.zero_variance: resample`). LATE: the ticket has ended before, for example by expiry. UNKNOWN: there was
-    no such ticket, or the buffer has forgotten it (`LAST_ATTEMPTS`). OLD_INCARNATION: the ticket is of another
-    incarnation of the learner. For these four the caller must clear the rows that it stored. DUPLICATE: this attempt is
-    committed already, because the call was repeated; its rows must stay.
+    no such ticket, or the buffer has forgotten it (`LAST_ATTEMPTS`). OLD_INCARNATION: weights that the learner has lost
+    generated some of the tokens, so the group is generated again, or there was no such incarnation of the learner. For
+    these four the caller must clear the rows that it stored. DUPLICATE: this attempt is committed already, because the
+    call was repeated; its rows must stay.
     """
 
     ACCEPTED = "accepted"
@@ -329,9 +331,10 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 class LeaseWait(StrEnum):
     """The reason why there is no lease now.
 
-    NOT_ENOUGH_READY: fewer groups are ready than a step needs. STRAGGLER: groups with an early deadline are not ready,
-    rule (2) of `staleness.py` forbids a lease without them, and `staleness.on_deadline` cannot help. FINISHED: the run
-    has no more steps. TOO_MANY_FAILURES: there will be no more leases, for the reason given in `Refusal`.
+    NOT_ENOUGH_READY: fewer groups are ready than a step needs. STRAGGLER: groups with an early deadline are not ready.
+    A lease without them would make them too old (rule (2) of `staleness.py`), and `staleness.on_deadline` cannot help.
+    FINISHED: the run has no more steps. TOO_MANY_FAILURES: there will be no more leases, for the reason given in
+    `Refusal`.
     """
 
     NOT_ENOUGH_READY = "not_enough_ready"
@@ -357,7 +360,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     lease_wait: LeaseWait | None
 
 
-# Records of failures that the buffer and its callers exchange. They are frozen msgspec structs, like `records.py`.
+# Records of failures that the buffer and its callers exchange. They are frozen msgspec structs, like those above.
 
 MAX_FAILURE_CHARS = 1000
 """Maximum length of each text of a failure (message, prompt, completion). Longer texts are cut."""
@@ -401,7 +404,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def of_reward(self) -> bool:
-        """Whether the reward failed; otherwise the generation failed."""
+        """Whether a reward failed; otherwise the generation or a call of a tool failed."""
         return self.reason.startswith("reward_")
 
     @property

@@ -10,7 +10,7 @@ These statements are true after every call:
 - Every slot was admitted under rule (1), and every lease was started under rule (2) of `staleness.py`. So every
   admitted group can be trained by its deadline.
 - A lease holds its slots until it ends, and it never ends by time.
-- The ledger's account is closed.
+- The ledger's account is closed: every issued group has exactly one fate.
 - Calls are idempotent by id. A repeated, late or unknown call is counted and changes nothing.
 
 `ReplayBuffer` decides, and `Groups` (`groups.py`) moves the groups and counts what changes with them.
@@ -163,16 +163,17 @@ class ReplayBuffer:
         The source of the prompts must continue after the first `snapshot.next_group` prompts. The rows of the groups
         that were ready must be loaded before the next call of `lease`; `rows_lost` names those that are not there.
 
-        If this buffer has groups, its learner has died and another one goes back to the snapshot. The groups that only
-        ancestors of `lineage` made stay, also those that a lost step trained and that are retained. Actors go on with
-        their tickets. `loaded` has the last version that each actor reported. The ledger is that of the snapshot and
-        of the groups that stay. A group that an ancestor began and lost weights finished is generated again, and
-        continues what is stored of its first tokens. Returns the number of these tokens.
+        If this buffer has groups, its learner has died and another one goes back to the snapshot. The steps after the
+        snapshot, and their weights, are lost. A group stays if no token of it is of lost weights, also if a lost step
+        has trained it and it is retained. Actors go on with their tickets. `loaded` has the last version that each
+        actor reported. The ledger is that of the snapshot and of the groups that stay. A committed group of which only
+        the later tokens are of lost weights is generated again from its stored first tokens. Returns the number of
+        these first tokens.
         """
         earlier, self.groups = self.groups, self._new_groups()
         self.lineage, self.step = lineage, snapshot.version.step
         for life in self.fleet.lives().values():
-            life.step = NO_STEP  # the weights that it has reported may be lost ones
+            life.step = NO_STEP  # the replica may have reported weights that the learner has lost
         self._lease = self._last_end = self.lease_wait = None
         self.dropped, self.cancelled = [], []
         self._filtered = []
@@ -201,7 +202,9 @@ class ReplayBuffer:
         life = fleet.heartbeat(actor, has_weights=version is not None)
         if life is None:
             return Renewal(must_end=True)
-        if life.heartbeat == NO_HEARTBEAT:  # it may hold tickets that have ended, also if this is a late heartbeat
+        if life.heartbeat == NO_HEARTBEAT:
+            # This is the actor's first heartbeat, or the first one after a quarantine that ended its tickets. It may be
+            # late, so even a complete report may not name the tickets that the actor holds now.
             groups.must_report_all.add(actor)
         elif held.complete:
             groups.must_report_all.discard(actor)
@@ -225,7 +228,8 @@ class ReplayBuffer:
     def leave(self, actor: str) -> tuple[str, ...]:
         """Expires the tickets of an actor that ends. Returns their keys; rows under them may be cleared.
 
-        An actor that ends because something has failed is quarantined first, so that its attempts do not count.
+        An actor that ends because something has failed is quarantined first, so that its attempts do not count against
+        `max_attempts`.
         """
         groups = self.groups
         expired = self._expire([*groups.held.get(actor, {}).values()])
@@ -256,8 +260,8 @@ class ReplayBuffer:
         return Reservation(tickets=tuple(tickets), refusal=refusal if len(tickets) < count else None)
 
     def commit(self, meta: GroupMeta) -> CommitOutcome:
-        """Makes a group ready, or filters it; a group with tokens of lost weights is generated again. The caller has
-        generated and scored the group and has stored its rows.
+        """Makes a group ready, or filters it; a group with tokens of weights that the learner has lost is generated
+        again. The caller has generated and scored the group and has stored its rows.
 
         Raises an error if the metadata contradicts the ticket, which is a bug in asyncrl: StalenessViolation for a
         token that is older than the ticket, ValueError for anything else. The ticket then stays reserved.
@@ -314,7 +318,7 @@ class ReplayBuffer:
         before_s = self._clock() - self.limits.heartbeat_timeout_s
         slots = {slot.ticket.key: slot for slot in groups.unconfirmed_before(before_s)}
         for actor in gone:
-            come_back = fleet.is_heard(actor)  # a ticket that it was given just now may be under way
+            come_back = fleet.is_heard(actor)  # the reply with its newest ticket may be under way
             slots |= {key: slot for key, slot in groups.held[actor].items() if slot.confirmed or not come_back}
         expired = self._expire([*slots.values()])
         groups.must_report_all = {actor for actor in groups.must_report_all if fleet.may_be_used(actor)}
@@ -360,7 +364,8 @@ class ReplayBuffer:
         )
 
     def _is_filtered(self, meta: GroupMeta) -> bool:
-        """Returns whether a group is not trained because all of its rewards are equal, and records its reward."""
+        """Returns whether a group is not trained because all of its rewards are equal, and records its reward. At most
+        `most_filtered` groups are filtered before a lease."""
         rewards = meta.known_rewards
         if not self._most_filtered or not meta.equal:
             return False
@@ -371,8 +376,8 @@ class ReplayBuffer:
         return True
 
     def _may_continue(self, prefix: Prefix, version: Version) -> bool:
-        """Returns whether an actor at `version` may continue a prefix: its tokens are of ancestors of the learner's
-        weights, and its early deadline can be met together with all others."""
+        """Returns whether an actor at `version` may continue a prefix: the learner's weights are made from the versions
+        of its tokens, and the early deadline of its group can be met together with all other deadlines."""
         return all(map(self.lineage.has, prefix.versions)) and prefix_fits(
             step=self.step,
             leased=self._lease is not None,
@@ -432,8 +437,8 @@ class ReplayBuffer:
         return self._end_lease(incarnation, step, fate=Fate.SKIPPED)
 
     def release(self, *, complete: int | None) -> tuple[str, ...]:
-        """Forgets what was kept for earlier checkpoints than the newest complete one, of step `complete`; with None,
-        all, because the run ends. Returns the keys of the groups whose rows may be cleared."""
+        """Stops retaining groups that only checkpoints before the newest complete one, of step `complete`, need; with
+        None, all, because the run ends. Returns the keys of these groups, whose rows may be cleared."""
         return self.groups.kept.release(complete=complete)
 
     def give_back(self, incarnation: int, step: int) -> bool:
@@ -464,7 +469,7 @@ class ReplayBuffer:
         """Starts the next incarnation of the learner, with the weights of the current version. Returns its number.
 
         The lease of the earlier learner is given back, and its later calls are refused. Tickets and groups stay,
-        because ancestors of the new incarnation made all of their tokens.
+        because the new incarnation begins with the weights of the earlier learner, so no weights are lost.
         """
         if self._lease is not None:
             self.give_back(self._lease.incarnation, self._lease.step)
@@ -632,7 +637,8 @@ def stragglers(
     reserved: Iterable[Slot],
     is_last_attempt: Callable[[Ticket], bool],
 ) -> list[Slot] | None:
-    """Returns the reserved groups on which the policy acts so that rule (2) holds at `step`.
+    """Returns the reserved groups on which `policy` (`staleness.on_deadline`) acts so that the learner may start `step`
+    by rule (2).
 
     `remaining` maps a deadline to the number of groups that stay reserved or ready after the lease. `is_last_attempt`
     tells whether a group fails with its present attempt. Returns an empty list if rule (2) holds already, and None if

@@ -5,7 +5,8 @@ because the buffer is a state machine without threads. It holds no lease: a leas
 has not been trained.
 
 If the buffer died, all of its groups come from the snapshot. If only the learner died, the buffer has changed since the
-snapshot. Groups that a surviving version has generated since then stay, and the others are generated again.
+snapshot. Groups without a token of lost weights (those of steps after the snapshot) stay, and the others are generated
+again.
 """
 
 from collections.abc import Iterable, Mapping
@@ -44,8 +45,8 @@ class BufferSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def take_snapshot(groups: Groups, *, version: Version, failures: FailureState) -> BufferSnapshot:
-    """Returns the present state, with these parts of it that belong to the buffer. From now on, groups that a learner
-    would need that goes back to it are retained."""
+    """Returns the present state of the groups. `version` and `failures` are the parts of a snapshot that `ReplayBuffer`
+    has. From now on, the groups are retained that a learner needs if it goes back to this snapshot."""
     groups.kept.snapshot_taken(step=version.step)
     return BufferSnapshot(
         version=version,
@@ -72,14 +73,15 @@ def restore(
     """Continues from a snapshot. `groups` is empty, and has the ledger of the snapshot.
 
     `earlier` are the groups of a buffer that went on after the snapshot; there are none if that buffer is gone.
-    `lineage` and `loaded` are those of `living`.
+    `lineage` is that of the learner that continues, and `loaded` has the last version that each actor reported.
 
-    A group that was ready at the snapshot is ready again. Any other group that is living stays as it is. The
-    remaining prompts go to the front. So does a group without room in the buffer, or in the steps before its deadline:
-    the limits may be smaller than those of the snapshot. No attempt that was issued after the snapshot is issued again,
-    because its actor may still commit it.
+    A group that was ready at the snapshot is ready again. Any other group without a token of a dead version (`living`)
+    stays as it is. The remaining prompts go to the front. So does a group without room in the buffer, or in the steps
+    before its deadline: the limits may be smaller than those of the snapshot. No attempt that was issued after the
+    snapshot is issued again, because its actor may still commit it.
 
-    What is stored of a prompt is kept up to its first token of a dead version.
+    The stored tokens of a prompt are kept up to the first token of a dead version: one from which the weights of
+    `lineage` are not made.
     """
     step = snapshot.version.step
     groups.restore(
@@ -106,8 +108,9 @@ def restore(
 
 
 def living(groups: Groups, *, lineage: Lineage, loaded: Mapping[str, Version]) -> dict[int, Slot]:
-    """Returns the groups of which no token is of a dead version of `lineage`, by group: reserved ones, and ready,
-    leased and retained ones with rows.
+    """Returns the slots of the groups of which no token is of a dead version, by group: reserved groups, and ready,
+    leased and retained ones whose rows are in the data plane. A version is dead if the weights of `lineage` are not
+    made from it.
 
     `loaded` has the last version that each actor reported. The tokens of a reserved group are not known, but an actor
     with a dead version has generated some with it.
@@ -130,8 +133,8 @@ def living(groups: Groups, *, lineage: Lineage, loaded: Mapping[str, Version]) -
 def _with_rows(groups: Groups) -> list[Slot]:
     """Returns the groups whose rows are in the data plane: ready, leased and retained ones.
 
-    A learner may have died after the restore of its checkpoint and before it loaded the rows. The groups of which only
-    that checkpoint has the rows are then left out.
+    A learner may have died after the restore of its checkpoint and before it loaded the rows into the data plane. The
+    groups whose rows are only in that checkpoint are then left out.
     """
     committed = [*groups.ready.values(), *groups.leased, *groups.kept.retained()]
     return [slot for slot in committed if slot.ticket.key not in groups.kept.not_loaded]
@@ -140,7 +143,8 @@ def _with_rows(groups: Groups) -> list[Slot]:
 def _opened(
     groups: Groups, snapshot: BufferSnapshot, *, earlier: Groups, now_s: float
 ) -> tuple[list[Slot], list[WaitingPrompt]]:
-    """Returns the groups that were ready at the snapshot and still have their rows, and the prompts of all others."""
+    """Returns the slots of the groups that were ready at the snapshot, and the waiting prompts of all other groups in
+    it. A group whose rows were lost since, so that another attempt was issued, is among the prompts."""
     slots: list[Slot] = []
     task_of = groups.prompts.task
     due = [msgspec.structs.replace(prompt, task=task_of(prompt.group)) for prompt in snapshot.waiting]
@@ -161,9 +165,10 @@ def _opened(
 
 
 def _not_issued_since(groups: Groups, prompt: WaitingPrompt, *, earlier: Groups, lineage: Lineage) -> WaitingPrompt:
-    """Returns a prompt of a snapshot for an attempt that was not issued after it, with what is stored and survives."""
+    """Returns a prompt of a snapshot with the number of an attempt that was not issued after the snapshot. Its prefix
+    is the stored one up to the first token of a dead version of `lineage`."""
     stored = earlier.prefix_of(prompt.group)
-    if stored is None and prompt.prefix is not None:  # it was cleared since, or its row store has ended
+    if stored is None and prompt.prefix is not None:  # the prefix was cleared since, or its row store has ended
         groups.kept.drop(prompt.prefix)
     attempt = max(prompt.attempt, earlier.issued_attempts(prompt.group))
     return msgspec.structs.replace(prompt, attempt=attempt, prefix=groups.kept.surviving(stored, lineage))

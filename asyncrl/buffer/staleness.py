@@ -96,7 +96,8 @@ _REFUSALS = (Refusal.NO_STEPS, Refusal.STALENESS, Refusal.CAPACITY, Refusal.CAPA
 
 
 def admissible(limits: Limits, *, slots: int, booked_bytes: int, learner_step: int, replica_step: int) -> Admission:
-    """Returns how many groups a replica may reserve now: rule (1), the end of the run, and the buffer's capacity.
+    """Returns how many groups a replica may reserve now. The limits are rule (1), which bounds the staleness, the end
+    of the run, and the buffer's capacity.
 
     If several limits are equally tight, the refusal is the end of the run before staleness, because new weights would
     not help. It is staleness before capacity, because the default capacity equals what the staleness limit admits.
@@ -125,7 +126,8 @@ def admissible(limits: Limits, *, slots: int, booked_bytes: int, learner_step: i
 
 
 def earliest(ready: Mapping[int, int], count: int) -> dict[int, int]:
-    """Returns how many of the `count` earliest groups have each deadline. `ready` maps a deadline to its groups.
+    """Returns how many of the `count` groups with the earliest deadlines have each deadline. `ready` maps a deadline to
+    its number of groups.
 
     >>> earliest({7: 1, 5: 2, 6: 3}, 4)
     {5: 2, 6: 2}
@@ -163,14 +165,16 @@ def prefix_fits(*, step: int, leased: bool, groups_per_step: int, deadline: int,
 
 
 class Violation(NamedTuple):
-    """The smallest deadline at which rule (2) fails, and by how many groups."""
+    """The smallest deadline at which rule (2) fails, and the number of groups due by it that do not fit into the steps
+    before it."""
 
     deadline: int
     excess: int
 
 
 def lease_violation(*, step: int, groups_per_step: int, remaining: Mapping[int, int]) -> Violation | None:
-    """Checks rule (2) for the groups that remain reserved or ready after a lease at `step`. Returns None if it holds.
+    """Checks rule (2): the groups that remain reserved or ready after a lease at `step` fit into the steps up to their
+    deadlines. Returns None if it holds.
 
     `remaining` maps a deadline to its number of groups. In the examples, two groups have the deadline 2, and the
     learner starts step 1 without them. They do not fit if a step trains one group; they fit if a step trains two:

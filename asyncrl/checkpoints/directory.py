@@ -32,7 +32,7 @@ CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run's directory."""
 MANIFEST = "manifest.json"
 HF = "hf"
-"""Folder of the weights in a checkpoint. A run that fails may save this part alone."""
+"""Folder of a checkpoint with weights that vLLM and transformers load. A run that fails may save only this folder."""
 SCHEMA = 2
 """Version of the format."""
 _NAME = re.compile(r"step-(\d{1,15})(\.replaced)?", re.ASCII)
@@ -75,7 +75,8 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 def write(path: Path, manifest: RunManifest, *, fill: Callable[[Path], None]) -> None:
     """Writes the checkpoint at `path`. `fill` writes all of its files but the manifest into the folder that it gets.
 
-    Raises CheckpointError if something else is at `path`, and the errors of `fill`. Then there is no new checkpoint.
+    Raises CheckpointError if something other than a checkpoint is at `path`, and the errors of `fill`. Then there is no
+    new checkpoint.
     """
     complete_directory.prepare(path)
     unfinished = complete_directory.unfinished(path)
@@ -126,14 +127,15 @@ def verified(path: Path) -> RunManifest:
 def newest(checkpoints: Path, *, lineage: Lineage | None = None) -> tuple[Path, RunManifest] | None:
     """Returns the newest checkpoint that is complete and undamaged; None if there is none.
 
-    A damaged one is skipped with a warning. One whose save did not end is skipped without, and so is one of weights
-    that are lost in `lineage`.
+    A damaged checkpoint is skipped with a warning. Two others are skipped without a warning: a checkpoint whose save
+    did not end, and one of a version from which the run did not go on, because a later incarnation in `lineage` began
+    at an earlier version.
     """
     for _, path in sorted(folders(checkpoints).items(), reverse=True):
         try:
             manifest = verified(path)
         except CheckpointDamaged as error:
-            logger.warning("%s; the checkpoint before it is used", error)
+            logger.warning("%s; the next older checkpoint is used instead, if there is one", error)
         except CheckpointError:
             continue
         else:
@@ -148,7 +150,8 @@ def complete_steps(checkpoints: Path) -> list[int]:
 
 
 def put_back(checkpoints: Path) -> None:
-    """Moves each checkpoint back that was being replaced when its save was killed. No other process may write there."""
+    """Moves old checkpoints back to their paths if a save was killed while it replaced them. No other process may write
+    to `checkpoints` meanwhile."""
     for step in folders(checkpoints):
         complete_directory.put_back(folder_of(checkpoints, step))
 

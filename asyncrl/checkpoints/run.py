@@ -28,7 +28,8 @@ POLICY, CRITIC, BUFFER, ROWS = "policy", "critic", "buffer.msgpack", "rows"
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """The parts of a run that a checkpoint has. The live learner has the `lineage`, the run the `nonce`."""
+    """The parts of a run that a checkpoint has. `lineage` is that of the live learner, and `nonce` identifies the
+    run."""
 
     config: Config
     policy: TQPolicy
@@ -101,7 +102,7 @@ def read_snapshot(path: Path) -> RunSnapshot:
 
 
 def parts_of(folder: Path) -> tuple[Path, Path]:
-    """Returns the directories of weights and optimizer."""
+    """Returns the directories of a model's weights and of its optimizer in a checkpoint."""
     return folder / "weights", folder / "optimizer"
 
 
@@ -128,8 +129,8 @@ def _save_group(rows: Rows, path: Path, *, group_size: int, columns: Sequence[st
 
 
 def load_rows(rows: Rows, folder: Path) -> None:
-    """Puts the rows of all groups in `folder` back under their names. Raises CheckpointDamaged for a file that is not
-    one of `save_rows`."""
+    """Puts the rows of all groups in `folder` back on the data plane, under the ids that they had. Raises
+    CheckpointDamaged for a file that cannot be read."""
     for name in names(folder, inside=folder.parent):
         if name.endswith(_SUFFIX):
             _load_group(rows, folder / name)

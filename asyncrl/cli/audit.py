@@ -82,7 +82,7 @@ def audit(
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Writes the certificate. A place that cannot be written does not change the result of the audit."""
+    """Writes the certificate to `path`. If this fails, prints a note: the result of the audit does not change."""
     from asyncrl.atomic_write import write_atomically
 
     try:

@@ -34,8 +34,9 @@ _TOKENS, _VOCABULARY = 6, 11
 
 
 def own_rewards(section: EnvironmentSection) -> EnvironmentSection | None:
-    """Returns the section with the rewards that are functions of the user, and without tools; None if there is none, or
-    if an agent returns the reward. The judge and other built-in rewards are not called: they may send requests."""
+    """Returns a copy of the section that has only the rewards that are the user's own functions, and no tools. Returns
+    None if there is no such reward, or if an agent returns the reward. The judge and other built-in rewards are left
+    out, because they may send requests."""
     own = [term for term in section.rewards if _is_own(term.fn)]
     named = section.reward or section.name
     if section.agent is not None or not (own if section.rewards else _is_own(named)):
@@ -48,8 +49,8 @@ def _is_own(name: str) -> bool:
 
 
 def call_reward(section: EnvironmentSection, task: Task) -> None:
-    """Scores one completion of a task in a scoring process: the task's own answer. Raises ConfigError if the reward
-    fails."""
+    """Calls the user's reward in a scoring process, with the task's own answer as the completion. Raises ConfigError if
+    the reward fails. Calls nothing if the user's environment turns out to run agents."""
     with started(section, secrets=read_secrets(section, os.environ), output=partial(say, err=True)) as process:
         if process.form.agent:
             return
@@ -92,7 +93,7 @@ def call_loss(config: Config) -> None:
             f"{named}: it reads the columns {', '.join(missing)}, which the rows of this run do not have; they have "
             f"{', '.join(sorted(known))}"
         )
-    # A run has these two only for a loss that names them.
+    # The rows of a run have the columns `rewards` and `group_ids` only if the loss names them.
     unread = {"rewards", "group_ids"} - needed
     data = BatchedDataDict({name: rows for name, rows in _small_batch().items() if name in known - unread})
     counts = {"global_valid_seqs": torch.tensor(2.0), "global_valid_toks": torch.tensor(6.0)}
@@ -117,8 +118,8 @@ def call_loss(config: Config) -> None:
 
 
 def _outside_of_masks(slope: torch.Tensor, mask_BS: torch.Tensor) -> float:
-    """Returns the largest derivative of a loss by the log-prob [B, S − 1] or the logits [B, S, V] of a next token that
-    the masks leave out."""
+    """Returns the largest absolute value in `slope`, the derivative of a loss by the log-probs [B, S − 1] or the logits
+    [B, S, V] of the next tokens, at a token that `mask_BS` leaves out."""
     size = slope.abs() if slope.ndim == 2 else slope.abs().amax(dim=-1)
     inside = torch.zeros_like(size, dtype=torch.bool)
     inside[:, : mask_BS.shape[1] - 1] = mask_BS[:, 1:] > 0
@@ -126,7 +127,7 @@ def _outside_of_masks(slope: torch.Tensor, mask_BS: torch.Tensor) -> float:
 
 
 def run_columns(config: Config) -> Iterator[str]:
-    """Yields the columns that the rows of a run have when its loss is called."""
+    """Yields the names of the columns that the rows of a run can have when its loss is called."""
     yield from (*GENERATED_FIELDS, *config.extra_columns, "sample_mask", "advantages", "rewards", "group_ids", CURRENT)
     if reward_kl(advantage_of(config.algorithm)) is not None:
         yield "reference_policy_logprobs"

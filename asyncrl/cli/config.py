@@ -30,7 +30,8 @@ def show(files: ConfigFiles, overrides: Overrides) -> None:
 
 
 def _marked(text: str, keys: Collection[str]) -> str:
-    """Adds a comment to the lines of YAML with these keys, each of a section and a name."""
+    """Adds a comment to the lines of a configuration in YAML whose key, in the form `section.name`, is in `keys`: the
+    value was derived from the size of the model."""
     lines, section = text.split("\n"), ""
     for number, line in enumerate(lines):
         name = line.split(":")[0]

@@ -102,7 +102,7 @@ def show(
 
 
 def episode_notes(section: EnvironmentSection) -> Iterator[str]:
-    """Yields what the model reads in an episode and the shown prompt lacks."""
+    """Yields notes about text that the model reads in an episode and that the shown prompt does not contain."""
     if section.mcp_servers:
         yield (
             "environment.mcp_servers: the servers are not started here, so the prompts below lack the descriptions of "
@@ -175,7 +175,8 @@ def _type(value: object) -> str:
 
 
 def use_lines(found: "Prompts", number: int, tokenizer: Any, *, config: Config) -> Iterator[str]:
-    """Yields lines that say what a run does with a row of each part, and show its prompt and the task of the reward."""
+    """Yields lines about row `number` of the dataset of each part: what a run uses it for, or why it is left out, its
+    prompt token by token, and what the reward gets."""
     uses = {"used for training": found.train, "held out for evaluation": found.heldout}
     for use, tasks in uses.items():
         for task in [task for task in tasks if task.row == number]:
@@ -237,7 +238,7 @@ def answered(task: Task, prompt_ids: Sequence[int], tokenizer: Any) -> tuple[lis
     )
     rest = list(whole[len(prompt_ids) :])
     if list(whole[: len(prompt_ids)]) != list(prompt_ids) or end not in rest:
-        return plain, []  # the template writes an old turn in another way than it begins a new one
+        return plain, []  # the template writes past turns differently, so the answer cannot be cut out of its text
     cut = rest.index(end) + 1
     return rest[:cut], rest[cut:]
 
@@ -251,8 +252,9 @@ def _tokens(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def _model(config: Config, folder: Path) -> str:
-    """Returns the path of the model's tokenizer. The tokenizer of a tiny model is made in `folder`: a model that is
-    built already must keep its weights, even if it would be built again for this configuration."""
+    """Returns the path or the name of the model whose tokenizer is loaded. For a tiny model, makes the tokenizer in
+    `folder` and not at `model.path`: a tiny model there must keep its weights, also if a run with this configuration
+    would build it again."""
     path = Path(config.model.path)
     if config.model.tiny is None or (path.exists() and not is_tiny(path)):
         return config.model.path

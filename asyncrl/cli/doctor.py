@@ -105,7 +105,7 @@ def check_vllm(installed: Mapping[str, str], probe: Probe | None, *, has_gpu: bo
         )
     if probe is not None and probe.late:
         return warn(
-            f"the import of {names} {probe.last_line}, as the first one may, and as on a busy machine",
+            f"the import of {names} {probe.last_line}; the first import, and one on a busy machine, may take this long",
             fix="run `asyncrl doctor` again, or with --timeout-s 600",
         )
     if probe is None or not probe.succeeded:
@@ -187,11 +187,12 @@ def check_leftovers(
     live_runs: Sequence[str] = (),
     remains: Mapping[str, str] = {},
 ) -> Finding:
-    """Checks for processes of earlier runs. They hold memory, and a new run might join their Ray cluster.
+    """Checks for processes of earlier runs. They take memory, and a new run might join their Ray cluster.
 
-    `ray` and `orphan_engines` are the descriptions of `stray_processes`. asyncrl does not know which program uses these
-    processes, so the finding does not recommend to end them. `live_runs` describes each run that is running. `remains`
-    maps the name of a dead run to a description of the processes and files that it left.
+    `ray` and `orphan_engines` describe the Ray daemons, and the vLLM engines without a parent process, that
+    `stray_processes` has found. asyncrl does not know which program uses them, so the finding does not recommend to end
+    them. `live_runs` describes each run that is running. `remains` maps the name of a dead run to a description of the
+    processes and files that it left.
     """
     if remains:
         name, left = next(iter(remains.items()))

@@ -95,7 +95,8 @@ def evaluate(
 
 
 def _configured(files: list[Path], overrides: list[str], *, samples: int | None) -> Config:
-    """Returns the checked configuration, whose model is complete and on this machine, or on the Hub."""
+    """Returns the checked configuration of the evaluation. Its model is a directory with a complete model, or a model
+    of the Hugging Face Hub; it is not built, and has no adapter. Raises ConfigError for other models."""
     config = load_config(files, overrides if samples is None else [*overrides, f"eval.samples={samples}"])
     hide_secrets(config.environment, os.environ)
     if not any(each.prompts for each in config.eval.each_set().values()):

@@ -58,7 +58,7 @@ def export(
         _export_adapter(config, checkpoint, folder, merge=merge)
     elif merge:
         raise ConfigError(
-            f"--merge: the run in {directory} has no adapter, but has trained whole weights; leave it out"
+            f"--merge: the run in {directory} has no adapter, but has trained whole weights; leave --merge out"
         )
     else:
         _copy_weights(checkpoint, folder, of_hf=[name for name in manifest.files if name.startswith(f"{HF}/")])
@@ -116,7 +116,8 @@ def _export_adapter(config: Config, checkpoint: Path, folder: Path, *, merge: bo
 
 
 def _copy_weights(checkpoint: Path, folder: Path, *, of_hf: Sequence[str]) -> None:
-    """Copies the files `of_hf`, which are those that the manifest lists and that were compared with it."""
+    """Copies the checkpoint's Hugging Face directory `hf/` to `folder`: the files `of_hf`, which the checkpoint's
+    manifest lists. The caller has compared them with the manifest."""
     from asyncrl.complete_directory import COMPLETE, finish, prepare, publish, unfinished
 
     if not (checkpoint / HF).is_dir():

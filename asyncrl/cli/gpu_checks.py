@@ -113,7 +113,8 @@ class TorchBuild:
 
 
 def query_gpus() -> Gpus | str | None:
-    """Returns what `nvidia-smi` says; its error as text; None without this program."""
+    """Returns the GPUs that `nvidia-smi` reports, or its error as text if it fails. None if this machine does not have
+    the program."""
     if shutil.which("nvidia-smi") is None:
         return None
     try:
@@ -156,8 +157,9 @@ def parse(xml: str) -> Gpus:
 
 
 def check_driver(found: Gpus | str, build: TorchBuild | None) -> Finding:
-    """Checks that the driver answers, and that it supports the CUDA version of torch's build. A driver supports all
-    minor versions of its newest major version (CUDA compatibility guide, "minor version compatibility")."""
+    """Checks that the driver answers, and that it supports the CUDA version of torch's build. Only major versions are
+    compared: a driver supports all minor versions of the newest major version of CUDA that it supports (CUDA
+    compatibility guide, "minor version compatibility")."""
     if isinstance(found, str):
         return fail(
             f"nvidia-smi fails: {found.splitlines()[0]}",
@@ -176,7 +178,7 @@ def check_driver(found: Gpus | str, build: TorchBuild | None) -> Finding:
 
 
 def check_nvml(loads: bool) -> Finding:
-    """Checks that the library of `nvidia-smi` can be loaded: vLLM knows by it that there are GPUs."""
+    """Checks that NVML, the library of `nvidia-smi`, can be loaded: vLLM finds the GPUs with it."""
     if loads:
         return ok("NVML can be loaded")
     return fail(
@@ -210,7 +212,7 @@ def check_compute_mode(gpus: Sequence[Gpu]) -> Finding:
 
 
 def check_free_memory(gpus: Sequence[Gpu]) -> Finding:
-    """Checks that no other program has taken memory of the GPUs."""
+    """Checks that at most 1 GiB of the memory of each GPU is in use, so that no other program occupies it."""
     taken = [f"GPU {i} has {gpu.used_mib / 1024:.1f} GiB in use" for i, gpu in enumerate(gpus) if gpu.used_mib > 1024]
     if not taken:
         return ok("the memory of the GPUs is free")

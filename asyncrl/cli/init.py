@@ -109,7 +109,7 @@ def _write_starter(
     reading = Config.model_validate({"data": section})
     try:
         tasks = read_tasks(reading)  # in the same way as a run
-    except DatasetError as error:  # names the setting of a file that is not written yet
+    except DatasetError as error:  # its advice names a setting of the configuration, which is not written yet
         raise DatasetError(str(error).replace("set data.on_bad_row: skip", "add --on-bad-row skip")) from error
     if not tasks:
         raise ConfigError(f"{named}: has no prompts; name a dataset with at least one")
@@ -176,7 +176,8 @@ def _columns_of(config: Config) -> list[str] | None:
 
 
 def _check_model(model: str) -> None:
-    """Raises ConfigError if the model is neither on this machine nor on the Hugging Face Hub."""
+    """Raises ConfigError if the model is neither on this machine nor on the Hugging Face Hub, or if a model on this
+    machine is incomplete or not supported."""
     shortest = {"path": model, "max_length": 1}  # the length is chosen later, from the prompts
     config = Config.model_validate({"model": shortest, "generator": {"gpus": min(1, len(_gpus()))}})
     check_model(config)
@@ -271,7 +272,8 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def _with_numbers(facts: Facts) -> Facts:
-    """Adds the numbers for the card. Returns the facts as they are without GPUs, or without the model's shapes."""
+    """Returns `facts` with the settings of the learner that fit the memory of this machine's GPUs (`gpu_numbers`).
+    Returns `facts` unchanged if there is no GPU, or if the shapes of the model's parameters are not known."""
     if not facts.gpus:
         return facts
     from asyncrl.cli.plan import specs_of  # imports torch and transformers

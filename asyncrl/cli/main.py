@@ -138,7 +138,7 @@ class _LazyGroup(TyperGroup):
                 err=True,
             )
             raise typer.Exit(1) from None
-        except _UsageError as error:  # quotes arguments, such as the names of files
+        except _UsageError as error:  # its text quotes arguments, which may have control characters
             error.message = shown(error.message)
             raise
 
@@ -174,7 +174,8 @@ def _show_traceback(*error: Any) -> None:
 
 
 def main() -> None:
-    """Runs the command in `sys.argv`, in a child process if it is supervised."""
+    """Runs the command in `sys.argv`. A command of `SUPERVISED` runs in a child process, which this one starts again if
+    it dies."""
     # By default the garbage collector looks at new objects so often that this takes a seventh of the time of imports.
     gc.set_threshold(GARBAGE_AFTER)
     sys.excepthook = _show_traceback

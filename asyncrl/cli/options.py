@@ -107,9 +107,10 @@ LINE_EVERY_STEPS = 10
 
 
 def choice(*, fresh: bool) -> Choice:
-    """Returns how the checkpoint of an ended run of the same name is chosen, with or without --fresh.
+    """Returns the function that chooses the checkpoint from which an earlier run of this name is resumed. With --fresh
+    it chooses none, and a new run begins.
 
-    A restart after a process has died ignores --fresh if that process had begun the new run.
+    If a process of this command has begun the new run and has died, the restarted process ignores --fresh.
     """
     return no_checkpoint if fresh and not begun_before() else unfinished_run
 

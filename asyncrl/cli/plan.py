@@ -26,7 +26,8 @@ GPU_COPY_SPEED = 10e9
 LARGE_NODE_GIB = 1024.0
 """Assumed memory of a node with GPUs, GiB."""
 MEASURED = "1.03 to 1.45"
-"""The memory measured on GPUs in training, as a multiple of a rank's sum (docs/gpu.md): fragments and libraries."""
+"""Memory that training has used on GPUs, as a multiple of the sum that the plan computes for a rank (docs/gpu.md). The
+difference is fragments and libraries."""
 
 
 _ONLY_CONFIG = "for a plan, a folder with the model's config.json alone is enough: model.path=FOLDER"
@@ -108,7 +109,8 @@ def _described(config: Config, found: Plan) -> list[str]:
 
 
 def _gpu_lines(config: Config, found: Plan, *, gpus_per_node: int) -> Iterator[str]:
-    """Yields what a plan with GPUs shows besides the memory of each process."""
+    """Yields the lines that only a plan with GPUs has: the number of GPUs and nodes, the room for the KV cache, the
+    size of Ray's object store, and the measured error of the plan."""
     pools = gpu_pools(config)
     if not pools:
         return

@@ -1,7 +1,7 @@
 """The checks before a run starts: what the configuration names is on this machine, and works.
 
 `checked_config` reads the configuration, applies its rules (`asyncrl.config.rules`), and checks that the files, models,
-modules, tasks, GPUs and cores are there. It imports nothing of these. `look` (of `asyncrl config check`) and `prepared`
+modules, tasks, GPUs and cores are there. It imports none of them. `look` (of `asyncrl config check`) and `prepared`
 (of the commands that start a run) then make trials, before Ray starts: of the user's code, of the rows of datasets, and
 of a model of the Hugging Face Hub.
 
@@ -148,8 +148,9 @@ def prepared(
 
 
 def check_restart(config: Config, number: int) -> None:
-    """Raises RunError if this process is restart number `number`, but one too many or without a checkpoint. The first
-    process of a command has the number 0."""
+    """Raises RunError if this process must not restart the run: `number`, the restarts of this command within an hour
+    with this one, is larger than `run.max_restarts`, or the run has no checkpoint. `number` is 0 in the first process
+    of a command, which may always start."""
     if not number:
         return
     if number > config.run.max_restarts:
@@ -222,7 +223,7 @@ def _of_part(config: Config, roles: Collection[Role], *, prefix: str) -> Iterato
 
 def check_model(config: Config) -> None:
     """Raises ConfigError if `model.path` is a directory that does not exist or that lacks a part of a model, or if the
-    sizes of the model do not fit."""
+    sizes or the family of the model do not fit the configuration."""
     problems, _ = _model(config, tuple(Role), {})
     if problems:
         raise ConfigError("\n".join(problems))
@@ -344,14 +345,15 @@ def check_planned_family(config: Config) -> list[str]:
     try:
         problems, warnings = family_problems(read_json(files / "config.json"), config)
     except (OSError, ValueError):
-        return []  # the plan reads the file too, and its error says why it cannot
+        return []  # the plan reads the file too, and raises an error that says why it cannot be read
     if problems:
         raise ConfigError("\n".join(problems))
     return warnings
 
 
 def _incomplete(path: Path, config: Config, roles: Collection[Role]) -> str | None:
-    """Returns why `path` is not the directory of a whole model; None if it is one."""
+    """Returns why `path` is not the directory of a complete model; None if it is one. Weights are not needed in a
+    process with generators only, unless there is an adapter."""
     if not path.is_dir():
         return "is a file; name the model's directory"
     if missing := missing_parts(path, weights=Role.LEARNER in roles or config.model.lora is not None):
@@ -485,7 +487,8 @@ def _cores(config: Config) -> Iterator[str]:
 
 
 def _trials(config: Config, roles: Collection[Role]) -> list[Callable[[Config], None]]:
-    """Returns the trials that create the user's own callables in the same way as a run does."""
+    """Returns the trials that create the user's own code in the same way as a run does: environments with their
+    rewards, the loss and the advantages. With agents, also the trial of the model's chat template."""
     trials: list[Callable[[Config], None]] = []
     for part in all_configs(config).values() if Role.GENERATOR in roles else ():
         environment = part.environment
@@ -516,7 +519,7 @@ def _call_reward(name: str, part: Config, _: Config) -> None:
     environment = part.environment
     named = [environment.reward, environment.name, *(term.fn for term in environment.rewards)]
     if not any(is_import_path(each) for each in named if each) or (
-        part.data.dataset == "hf" and not _reads_own_rows(part)  # it may ask the Hub
+        part.data.dataset == "hf" and not _reads_own_rows(part)  # reading its rows may send requests to the Hub
     ):
         return
     from asyncrl.cli.code_trials import call_reward, own_rewards  # imports torch
@@ -548,7 +551,7 @@ def _try_scoring(section: EnvironmentSection, _: Config) -> None:
 
     try:
         with started(section, secrets=read_secrets(section, os.environ), output=partial(say, err=True)):
-            pass  # it is ready
+            pass  # the start of the process has created the environment and its rewards
     except InfraError as error:
         raise ConfigError(f"{subject(section)}: {error}") from error
 
@@ -571,8 +574,8 @@ def _try_template(config: Config) -> None:
 
 
 def _ends(config: Config) -> list[str]:
-    """Returns the note of the start about an end of the chat template that is not the model's own, if there is one and
-    the model's files are here."""
+    """Returns a note if the chat template ends an answer with another token than the model's own end tokens; a run
+    prints the same note when it starts. Returns nothing if the model's files are not on this machine."""
     path, chat, options = model_files(config), config.data.chat, config.data.chat_options
     if path is None or chat == "off":
         return []
@@ -581,7 +584,7 @@ def _ends(config: Config) -> list[str]:
     from asyncrl.data.turn_ends import note_on_ends
 
     tokenizer = light_tokenizer(path, chat=chat, chat_options=options)
-    if tokenizer is None or tokenizer.eos_token_id is None:  # transformers may know it from the model's type
+    if tokenizer is None or tokenizer.eos_token_id is None:  # transformers may know the end from the type
         tokenizer = load_tokenizer(str(path), chat=chat, chat_options=options)
     note = note_on_ends(tokenizer)
     return [] if note is None else [note]
@@ -613,7 +616,7 @@ def _reads_own_rows(config: Config) -> bool:
 
 
 def _first_rows(config: Config) -> list[str]:
-    """Reads the first rows of the user's dataset and returns a note about it; none for a built-in environment."""
+    """Reads the first rows of the user's datasets and returns notes about them; none for built-in environments."""
     notes = []
     for name, part in all_configs(config).items():
         if not _reads_own_rows(part):
@@ -638,7 +641,8 @@ def _first_rows(config: Config) -> list[str]:
 
 
 def _unknown_fields(config: Config, tasks: Sequence[Task], *, prefix: str) -> list[str]:
-    """Returns a note for each name in braces in a judge's prompt that the first rows do not have."""
+    """Returns a note for each judge whose prompt has names in braces that are no keys of the first rows. The judge gets
+    such a name as it is written."""
     from asyncrl.environments.verifiers import JUDGE_FIELD, JUDGE_FIELDS
 
     keys = {key for task in tasks for key in task.metadata}
@@ -736,7 +740,7 @@ def try_hub(config: Config) -> None:
             get_hf_file_metadata(hf_hub_url(name, "config.json"), token=get_token(), timeout=HUB_TIMEOUT_S)
             return
         except Exception as error:
-            if cached and not isinstance(error, RepositoryNotFoundError):  # GatedRepoError is a subclass
+            if cached and not isinstance(error, RepositoryNotFoundError):  # nor a GatedRepoError, its subclass
                 _leave_hub_alone(name)
             if cached:
                 return

@@ -30,7 +30,7 @@ List the recipes: complete configurations that come with asyncrl. -c takes their
 app = command_app()
 
 RUNS_IN_REPOSITORY = "../../runs/"
-"""The path of the runs in prometheus.yml, from the folder of this file in the repository."""
+"""The path by which prometheus.yml names the folder of the runs, relative to its own folder in the repository."""
 
 Folder = Annotated[Path, typer.Argument(metavar="[TO]", help="Folder for the copies. It is made if it does not exist.")]
 

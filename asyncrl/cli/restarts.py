@@ -20,14 +20,15 @@ RESTART_MENDS = 75
 WINDOW_S = 3600.0
 """`run.max_restarts` limits the restarts within this time, seconds."""
 EARLY_DEATHS = 5
-"""Number of children in a row that may die within `EARLY_S` seconds of their start."""
+"""After this number of children in a row that died within `EARLY_S` seconds of their start, no other is started."""
 EARLY_S = 5.0
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 _earlier_end = ""
-"""How the process of the command before this one ended; empty in the first one."""
+"""How the process before this one, which ran the same command, ended; empty in the first process."""
 _started_s: tuple[float, ...] = ()
-"""When the command was started again, this process included, on the monotonic clock."""
+"""The times at which the command was started again, on the monotonic clock, with the start of this process. Empty in
+the first process."""
 
 
 def restarts() -> int:
@@ -36,7 +37,8 @@ def restarts() -> int:
 
 
 def earlier_end() -> str:
-    """Returns how the process of this command before this one ended; empty in the first process."""
+    """Returns in words how the process before this one, which ran the same command, ended; empty in the first
+    process."""
     return _earlier_end
 
 
@@ -57,7 +59,8 @@ def begun_before() -> bool:
 
 
 def ends_on_purpose() -> None:
-    """Records that this process is about to exit on purpose."""
+    """Records for the parent process that this one is about to exit on purpose. A child that ends without this record
+    is started again."""
     _on_purpose[0] = 1
 
 

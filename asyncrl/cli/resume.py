@@ -57,7 +57,8 @@ def resume(
         )
     # Once the run has started, config.yaml has the overrides.
     command = again("up", [saved], [], allow_public=allow_public)
-    # A restart after a process that had gone back goes on from the newest checkpoint, which may be one of this command.
+    # If a process of this command has gone back to --at and has died, the restarted process continues from the newest
+    # checkpoint, which the dead process may have saved.
     choose = partial(chosen_checkpoint, step=None if begun_before() else step)
     run_in_terminal(config, prompts, command="up", address=config.ray.address, choose=choose, again=command)
 

@@ -16,8 +16,8 @@
     end          learner and generators leave the run; then run.json, the report, and the last lines of the command
 
 A deployment that enters the run finds or creates the run's shared actors, coordinator and weight store
-(`shared_actors.enter_run`). Everything that a function starts here ends before the function returns, in the opposite
-order. Only Ray stays until the process ends, or until `asyncrl.run` returns.
+(`shared_actors.enter_run`). Everything that a function of this module starts ends before the function returns, in the
+opposite order. Only Ray stays until the process ends, or until `asyncrl.run` returns.
 
 `asyncrl generator` has no directory: it is admitted, and runs its part (`run_generators`). The imports of Ray and torch
 take seconds. So they are inside functions, and are phases of the start that the live view shows.
@@ -72,8 +72,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The functions that make the parts of a run's process. `start_ray` starts a local Ray; `joined_address` returns
-    the address of the joined cluster."""
+    """The functions with which `run_both` and `run_learner` make the parts of a run's process; tests give others.
+    `start_ray` starts a local Ray; `joined_address` returns the address of the joined cluster."""
 
     start_ray: "Callable[[Config], LocalRay]"
     joined_address: Callable[[], str]
@@ -115,8 +115,8 @@ def run_in_terminal(
     """Runs both deployments of a run for `up` and `resume`, or its learner, and prints how the run ended.
 
     `prompts` are the prompts if they are loaded already. `address` is the cluster to join; None to start one. `choose`
-    decides what becomes of an earlier run in the directory. `again` is the command that starts the run again, without
-    `asyncrl`.
+    decides whether an earlier run in the directory is resumed, or the directory moved aside. `again` is the command
+    that starts the run again, without `asyncrl`.
     """
     if address is not None:
         choose = join_admitted(address, config, choose=choose)
@@ -137,12 +137,13 @@ def run_in_terminal(
 
 
 def join_admitted(address: str, config: Config, *, choose: Choice) -> Choice:
-    """Joins the cluster at `address`. Raises the error with which the run there refuses this process as its learner.
+    """Joins the cluster at `address`. Raises the error with which a run of this name on the cluster refuses this
+    process as its learner.
 
-    It comes before the directory of an earlier run is moved aside. `choose` decides what becomes of that directory.
-    Returns the choice to use instead, which refuses to move the directory aside if the run there lives and would not
-    admit a learner without a checkpoint. If the learner of this directory may have been killed, waits until the run
-    counts it as gone.
+    Call it before the directory of an earlier run is moved aside. `choose` decides whether that run is resumed, or its
+    directory moved aside. Returns the function to use in place of `choose`. It raises LearnerNotRestored, and moves
+    nothing, if `choose` finds no checkpoint and the run on the cluster admits no learner without one. If the learner of
+    this directory may have been killed, waits until the run on the cluster counts it as gone.
     """
     from asyncrl.deployment.cluster import join
     from asyncrl.deployment.shared_actors import check_admission
@@ -159,7 +160,7 @@ def join_admitted(address: str, config: Config, *, choose: Choice) -> Choice:
     try:
         asyncio.run(check_admission(config, role=Role.LEARNER))
     except LearnerNotRestored as error:
-        # Only `choose` reads whether the run of the directory has finished.
+        # `choose` is called later, and only it finds out whether the directory has a checkpoint to resume from.
         return partial(_chosen_or_refused, choose=choose, refusal=error)
     return choose
 
@@ -177,10 +178,10 @@ def _chosen_or_refused(directory: Path, config: Config, *, choose: Choice, refus
 def shown_run(
     config: Config, *, role: str, console: Console, started_s: float, choose: Choice
 ) -> Iterator[tuple[RunDir, Screen]]:
-    """Does what `reported_run` does, and shows the run on `console` within the block.
+    """Takes the run's directory for this process (`reported_run`), and shows the run on `console` within the block.
 
-    Before that, removes what a killed run of this name left. If an error ends the block, prints where the run's newest
-    weights are. `started_s` is the start of the run on the monotonic clock.
+    First removes the processes and files that a killed run of this name left. If an error ends the block, prints where
+    the run's newest weights are. `started_s` is the start of the run on the monotonic clock.
     """
     clear_previous(config)
     with reported_run(config, role=role, choose=choose) as run_dir, weights_named(run_dir.path):
@@ -197,14 +198,15 @@ def shown_run(
 
 @contextlib.contextmanager
 def reported_run(config: Config, *, role: str, choose: Choice = unfinished_run) -> Iterator[RunDir]:
-    """Takes the run's directory for this process and logs to it. `choose` decides what becomes of an earlier run in the
-    directory.
+    """Takes the run's directory for this process and logs to it. `choose` decides whether an earlier run in the
+    directory is resumed, or the directory moved aside.
 
     When the block ends in any way, run.json records how it ended, and the report is written. Raises RunLocked if
     another process holds the directory.
     """
     with contextlib.ExitStack() as after, RunDir.create(config, choose=choose) as run_dir:
-        # Both end after the directory, in reverse order: the report needs the end in run.json, and its error the log.
+        # After the directory is closed, the report is written first, because it needs the end in run.json. The log is
+        # closed last, because it gets an error of the report.
         after.enter_context(log_to(run_dir.log_path(role, 0)))
         after.callback(_write_report, run_dir.path)
         mark_begun()
@@ -288,7 +290,7 @@ async def _run_both(
         first: tuple[asyncio.Future[Any], ...] = (learner, generators, stopping)
         done, _ = await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         end.set()
-        if learner in done:  # generators may fail because the learner has
+        if learner in done:  # if the learner has failed, generators may fail too: raise the learner's error
             await asyncio.wait([generators])
             await learner
         await generators  # if it raises, the learner is cancelled

@@ -55,9 +55,10 @@ def joined_run(directory: Path, address: str | None) -> "CoordinatorClient":
 
 @contextlib.contextmanager
 def onlooking() -> Iterator[None]:
-    """A block that looks at a run from outside. It exits at SIGTERM, and leaves the Ray cluster that it joins.
+    """Wraps a command that only observes or scales a run. SIGTERM makes the command exit. If the command has joined a
+    Ray cluster, leaves that cluster at the end.
 
-    If Ray leaves it when the interpreter exits, it sleeps half a second first, and a loaded machine takes longer.
+    Otherwise Ray would leave the cluster when the interpreter exits, and would sleep half a second before.
     """
     joined_before = _joined()
     with sigterm_exits():
@@ -191,7 +192,8 @@ def _status_of(directory: Path, address: str | None) -> "Callable[[], RunStatus]
 
 
 class _WatchedBuffer:
-    """The buffer of a run that is watched. `absence` is the phase that a view without the buffer's status shows."""
+    """A connection to the buffer of a run that is watched. `absence` is the text that the live view shows as the phase
+    of the run while there is no status of the buffer."""
 
     def __init__(self, directory: Path, address: str | None) -> None:
         self._directory = directory

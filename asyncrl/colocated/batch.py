@@ -19,7 +19,8 @@ from asyncrl.generation.interfaces import InferenceEngine
 async def continue_rows(
     engine: InferenceEngine, data: BatchedDataDict, *, config: Config, greedy: bool, pad_token_id: int
 ) -> BatchedDataDict:
-    """Continues right-padded rows (`GenerationDatumSpec`) and returns a `GenerationOutputSpec` in the same order.
+    """Generates a response to each right-padded prompt (`GenerationDatumSpec`). Returns a `GenerationOutputSpec` in the
+    same order.
 
     The first failure cancels the other rows and is raised. DataError is raised for an empty prompt and for a prompt
     that leaves no room for a response.

@@ -27,7 +27,8 @@ FROM_DISK = Version(0, 0)
 
 
 class EngineActor:
-    """Body of the actor. Call `start` first. Methods that return a bool return True when they have done their work."""
+    """The Ray actor of one engine. Call `start` first. A method that returns a bool returns True when it has done its
+    work."""
 
     def __init__(self, *, config: Config, name: str, sleep_mode: bool, pad_token_id: int) -> None:
         prepare_environment(config)
@@ -53,8 +54,8 @@ class EngineActor:
     # -- generation ----------------------------------------------------------------------------------------------
 
     async def generate(self, data: BatchedDataDict, greedy: bool) -> BatchedDataDict:
-        """Runs `continue_rows`. Raises TornReplica while only a part of an update is applied, RunError while the
-        engine sleeps."""
+        """Generates a response to each prompt (`continue_rows`). Raises TornReplica while only a part of a weight
+        update is applied, RunError while the engine sleeps."""
         engine = await self._generating()
         return await continue_rows(engine, data, config=self._config, greedy=greedy, pad_token_id=self._pad_token_id)
 
@@ -110,9 +111,9 @@ class EngineActor:
 
     @asynccontextmanager
     async def _update(self) -> AsyncIterator[VLLMEngine]:
-        """A context for one weight update, which the body makes. Waits until no other update runs.
+        """A context for one weight update, which the `with` block makes. Waits until no other update runs.
 
-        Ends the engine when the body takes longer than `weights.load_timeout_s`. After TornReplica the engine has only
+        Ends the engine when the block takes longer than `weights.load_timeout_s`. After TornReplica the engine has only
         a part of the new weights and stays paused. Then its running requests are aborted, because they would wait until
         the next update.
         """

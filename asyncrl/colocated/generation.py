@@ -7,9 +7,9 @@
     generation.shutdown()
 
 Invariants: every wait has a deadline. asyncrl's own errors, KeyError, ValueError and TypeError of an engine are raised
-unchanged, others as Ray's RayTaskError. `shutdown` returns True if every engine ended in time; each other call that
-returns a bool, if every engine returned True. An asynchronous run does not use this class: its replicas reserve their
-own work (`asyncrl/generation/actor.py`).
+unchanged, others as Ray's RayTaskError. `shutdown` returns True if every engine ended in time; any other call that
+returns a bool returns True if every engine returned True. An asynchronous run does not use this class: its replicas
+reserve their own work (`asyncrl/generation/actor.py`).
 """
 
 import asyncio
@@ -44,7 +44,7 @@ TAGS = ("weights", "kv_cache")
 class VLLMGeneration(GenerationInterface):
     """Runs `config.generator.replicas` engines with the model at `model_path` (default: `config.model.path`).
 
-    `start` places the engines. If it was not called, the first call that needs engines does it.
+    `start` places the engines. If it was not called, the first call that needs engines calls it.
 
     `colocated` engines free their device's memory in `finish_generation`, by vLLM's sleep mode, which exists on GPUs
     only. On CPUs an engine and the learner use the same memory, so an engine only drops its prefix cache.
@@ -237,7 +237,7 @@ class VLLMGeneration(GenerationInterface):
         return in_order
 
     def _all_did(self, method: Callable[..., Awaitable[bool]], *args: Any) -> bool:
-        # The engine's own deadline comes earlier, because its error says more.
+        # The deadline here is later than the engine actor's own, because the actor's error says more.
         timeout_s = self._config.weights.load_timeout_s + BEYOND_S
         return all_succeeded(self._all(method, *args, timeout_s=timeout_s))
 

@@ -31,7 +31,7 @@ def refit_colocated(
     refit_buffer_size_gb: float | None = None,
     version: Version | None = None,
 ) -> None:
-    """Refits through memory that policy and engines share, on a device that is too small for both at work.
+    """Refits through memory that policy and engines share, on a device whose memory is too small for both to be active.
 
     Call it after `finish_generation`. The policy is off the device afterwards: `prepare_for_training` brings it back.
     """
@@ -58,7 +58,8 @@ def refit_by_broadcast(
 
 
 def _numbered(version: Version | None) -> dict[str, Any]:
-    """Returns the keyword argument for a given version, or none: a policy of the caller may not number its weights."""
+    """Returns the keyword argument `version`, or no argument if `version` is None: the caller's own policy may not
+    accept one."""
     return {} if version is None else {"version": version}
 
 

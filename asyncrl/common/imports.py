@@ -9,10 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Python's garbage collector does not run in the block. It would scan the new modules again and again.
+    """Turns Python's garbage collector off for a block of imports, because it would scan the new modules again and
+    again.
 
-    A process that asyncrl has started calls `gc.freeze` afterwards, so that no later collection scans them either. The
-    user's process does not: when it ends, libraries would write that their objects have leaked.
+    A process that asyncrl has started calls `gc.freeze` after the imports, so that no later collection scans them
+    either. The user's process does not call it: when it ends, libraries would write that their objects have leaked.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -25,11 +26,11 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Modules that are imported in the block do not find `torch._inductor.lowering`, if compilation is off.
+    """Hides `torch._inductor.lowering` from the modules that are imported in the block, if compilation is off.
 
-    `import vllm` imports it in order to patch it, which takes a fifth of the time of vLLM's import: 1 s of CPU and 500
-    modules in each process. vLLM does without it if it is missing, and nothing uses it with TORCH_COMPILE_DISABLE=1. It
-    can be imported as usual after the block.
+    `import vllm` imports that module in order to patch it, which takes a fifth of the time of vLLM's import: 1 s of CPU
+    and 500 modules in each process. vLLM works without the module, and nothing uses it with TORCH_COMPILE_DISABLE=1.
+    After the block it can be imported as usual.
     """
     lowering = "torch._inductor.lowering"
     if os.environ.get("TORCH_COMPILE_DISABLE") != "1" or lowering in sys.modules:

@@ -44,7 +44,7 @@ async def unless_stopped(stop: asyncio.Event, work: Awaitable[Result]) -> Result
 
 
 async def check_stop(stop: asyncio.Event) -> None:
-    """Raises Stopped if a signal asked the run to end, also if it came while a call blocked the event loop."""
+    """Raises Stopped if a signal asked the run to end, also if the signal came while a call blocked the event loop."""
     await asyncio.sleep(0)  # the loop sets `stop` before it comes back here
     if stop.is_set():
         raise Stopped

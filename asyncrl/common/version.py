@@ -54,7 +54,7 @@ class Lineage(msgspec.Struct, frozen=True):
         return len(self.branches) + 1
 
     def has(self, version: Version) -> bool:
-        """Returns True if `version` is an ancestor, or a version of the live incarnation.
+        """Returns True if the live learner's weights are made from `version`, or if it is of the live incarnation.
 
         >>> lineage = Lineage((Version(1, 2), Version(1, 1)))
         >>> [lineage.has(Version(*each)) for each in [(1, 1), (1, 2), (2, 3), (3, 2), (4, 2)]]
@@ -73,11 +73,11 @@ class Lineage(msgspec.Struct, frozen=True):
         return len(self.branches) > len(other.branches) and self.branches[: len(other.branches)] == other.branches
 
     def child(self, at: Version) -> "Lineage":
-        """Returns the lineage in which the next incarnation begins with the weights of `at`, which may be dead until
-        then.
+        """Returns the lineage in which the next incarnation begins with the weights of `at`. Before that, the weights
+        of the live learner need not be made from `at`.
 
-        The numbers of incarnations are never used twice, so the lineage keeps those that left nothing behind. Raises
-        ValueError if there was no incarnation that could have made `at`.
+        The number of an incarnation is never used twice, so the lineage also keeps incarnations of which no weights
+        remain. Raises ValueError if there was no incarnation that could have made `at`.
         """
         if not 1 <= at.incarnation <= self.incarnation or at.step < 0:
             raise ValueError(

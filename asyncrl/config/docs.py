@@ -73,7 +73,8 @@ def _row(key: str, field: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _has_many(field: Mapping[str, Any]) -> bool:
-    """Returns whether a field has a list or a mapping of sections."""
+    """Returns whether a field of the JSON schema is a list or a mapping, so that it has a row of its own beside the
+    table of the sections in it."""
     return field.get("type") in ("array", "object")
 
 

@@ -26,7 +26,7 @@ _OWN_KEYS = {
     "seed": "run.seed",
     "tensor_parallel_size": "generator.tensor_parallel_size",
 }
-"""Arguments that follow from keys of the configuration."""
+"""Maps each engine argument that asyncrl sets from the configuration to the key from which it follows."""
 
 _REASONS = {
     "the engine must read the same model and the same tokenizer as the learner, from model.path": """
@@ -89,7 +89,7 @@ _PARSERS = "_TOOL_PARSERS_TO_REGISTER"
 
 
 def engine_args_violations(config: Config) -> Iterator[str]:
-    """Yields a line for each argument that is refused."""
+    """Yields a message for each argument in `generator.engine_args` that is refused."""
     generator = config.generator
     known = engine_arg_names() if generator.engine_args else frozenset()
     for name in generator.engine_args:
@@ -116,7 +116,8 @@ def tool_parser_violations(config: Config) -> Iterator[str]:
 
 @functools.cache
 def tool_parser_names() -> frozenset[str]:
-    """Returns the names of the tool parsers of the installed vLLM, read from its source as in `engine_arg_names`."""
+    """Returns the names of the tool parsers of the installed vLLM; none if vLLM is not installed. They are read from
+    vLLM's source, because the import of vLLM takes many seconds."""
     folder = installed()
     lines = ast.parse(source(folder, "vllm.tool_parsers")).body if folder is not None else []
     tables = [line.value for line in lines if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == _PARSERS]

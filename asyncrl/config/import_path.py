@@ -38,7 +38,7 @@ REWARDS_WITH_OPTIONS: Mapping[str, str] = {
 """Built-in rewards that cannot be called without options, with examples of these."""
 
 IMPORT_PATH = re.compile(r"[^\W\d][\w-]*(\.[^\W\d][\w-]*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-"""A module's file name may have a hyphen: importlib finds it."""
+"""The form of an import path. Names of modules may have hyphens, because importlib finds files with such names."""
 
 
 def is_import_path(value: str) -> bool:
@@ -108,7 +108,8 @@ def _is_standard(module: str) -> bool:
 
 
 def _modules_of(found: Any) -> Iterator[str]:
-    """Yields the names of the modules that define a callable, what it wraps, and the object of a method in C.
+    """Yields the names of the modules in which a callable is defined, also the function that it wraps, and for a method
+    written in C its object or class.
 
     They may be other modules than the one in the import path: a module also has the names that it imports.
     """

@@ -3,7 +3,7 @@
 Layers (files, or mappings from Python) are merged from left to right, then the overrides are applied in their order.
 Mappings are merged key by key; any other value replaces the earlier value. Validation is strict about types: `true` is
 not accepted as a number, nor `"8"` as an integer. All violations are reported in one error, each with the layer or
-override that set the value. `checks.check_config` checks the rules that involve several fields.
+override that set the value. `asyncrl.config.rules.check_config` checks the rules that involve several fields.
 """
 
 import difflib
@@ -27,7 +27,8 @@ from asyncrl.config.schema import PER_DEPLOYMENT, Config, DatasetSection, KeyPat
 from asyncrl.errors import ConfigError
 
 _REPLACED: Collection[KeyPath] = {("algorithm", "advantage")}
-"""Mappings that a later layer replaces if it has a `name`: their other keys are options of that name."""
+"""Mappings that a later layer replaces as a whole if it sets the key `name` in them: their other keys are options that
+belong to this name."""
 
 Layer = Path | str | Mapping[str, object]
 """A part of a configuration: the path of a YAML file, the name of a recipe, or a mapping whose keys are sections or
@@ -125,7 +126,8 @@ def _flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
 
 
 def _read_layer(given: Path) -> dict[str, object]:
-    """Returns the tree of a file or of a recipe. The files that it names are found from here, or beside it."""
+    """Returns the tree of a file or of a recipe. A relative `data.path` in it is looked up in the working directory and
+    in the folder of the file, and a recipe's modules are imported from its folder."""
     file, by_name = config_file(given)
     tree = _read_mapping(file)
     find_data(tree, folder=file.parent, folder_first=by_name)
@@ -179,7 +181,7 @@ def _parse_override(override: str) -> dict[str, object]:
     try:
         return _nested({key: parse_yaml(text, source=f"override {override!r}", fix=fix)})
     except ConfigError:
-        if secrets := list(secret_values(_nested({key: text}))):  # the error shows the text
+        if secrets := list(secret_values(_nested({key: text}))):  # the error of `parse_yaml` may show the text
             raise ConfigError(secret_message(secrets[0], origin=f" ({ON_COMMAND_LINE})")) from None
         raise
 
@@ -242,7 +244,7 @@ class _Wanted(NamedTuple):
 
 _TRUTH_WORDS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 """Words that YAML 1.1 reads as truth values. In YAML 1.2 they are text."""
-# by the type of pydantic's error
+# what a field takes, by the type of pydantic's error about its value
 _WANTED = {
     "bool_type": _Wanted("true or false", (bool,)),
     "dict_type": _Wanted("a mapping of keys"),
@@ -307,7 +309,8 @@ def _suggest_key(path: KeyPath, *, value: object) -> str:
 
 
 def _keys_at(path: Sequence[str]) -> list[str]:
-    """Returns the keys of the section at `path`, in which numbers of lists and names in mappings of sections stand."""
+    """Returns the keys of the section at `path`. For a section in a list or in a mapping of sections, `path` has its
+    index or its name after the key of the list or mapping."""
     section: type[BaseModel] = Config
     parts = iter(path)
     for part in parts:
@@ -464,8 +467,7 @@ def _answers(path: Sequence[str], value: object) -> Iterator[str]:
 #
 # - It has the form of a known kind of credential. A URL with a user's name or password is one.
 # - Its name is one of `_SECRET_NAME`. Names are keys of the configuration, parameters in the query of a URL, options of
-#   a
-#   command (`--api-key=...`), and parts of a connection string (`host=db password=...`).
+#   a command (`--api-key=...`), and parts of a connection string (`host=db password=...`).
 # - Its name ends with `token` or `key`, and it looks random. Such a name may also name something else (`stop_token`,
 #   `answer_key`).
 
@@ -521,9 +523,9 @@ _NAMES: KeyPath = ("environment", "secrets")
 
 
 def secret_values(value: object, *, path: KeyPath = (), key: str = "") -> Iterator[KeyPath]:
-    """Yields the path of each value that looks like a secret, and of each key that is one, in a configuration or in a
-    part of it at `path`. `key` is the last name in the path; the items of a list have their index in the path, and the
-    key of the list, or the option of a command before them (`--api-key`)."""
+    """Yields the path of each value, and of each key, that looks like a secret, in a configuration or in a part of it
+    at `path`. `key` is the name by which the value is judged: the last name in the path. In the path of a list's item
+    the last part is its index; its `key` is that of the list, or the option of a command before it (`--api-key`)."""
     if isinstance(value, Mapping):
         for name, below in value.items():
             if _CREDENTIAL.search(str(name)):
@@ -606,8 +608,9 @@ _CORE_SCHEMA = (
 )
 
 MOST_NODES, MOST_DEPTH, MOST_CHARACTERS, NODE_CHARACTERS = 10_000, 50, 2**20, 8
-"""Limits of a document: its values, the depth of its lists and mappings, and its characters where each alias is written
-out. A value counts as `NODE_CHARACTERS` more. A configuration with all of its keys has 500 values and a depth of 5."""
+"""Limits of a YAML document: the number of its values, the depth of its lists and mappings, and its characters after
+each alias is written out. Each value counts as `NODE_CHARACTERS` characters more than its text has. A configuration
+with all of its keys has 500 values and a depth of 5."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -674,9 +677,9 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def _check_expanded(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """Returns the size and the depth of a node in which each alias is replaced by its node. `known` has those of nodes
-    before it; those of a node that is not finished are 0. Raises MarkedYAMLError if one of them is too large, or if an
-    alias stands for a node that contains it."""
+    """Returns the size and the depth of a node in which each alias is replaced by its node. `known` has the results for
+    nodes by id: (0, 0) for a node whose values are still visited. Raises MarkedYAMLError if size or depth is too large,
+    or if an alias stands for a node that contains the alias."""
     if (found := known.get(id(node))) is not None:
         if found == (0, 0):
             raise _refusal(

@@ -10,8 +10,9 @@ from asyncrl.config.schema import Config
 
 _SECTIONS = ("data", "environment", "algorithm", "eval")
 _NAMING = ("command", "python", "secrets", "url")
-"""Names of settings and of options of environments that are programs, variables that code and servers get, or servers,
-which get the prompts and the completions. The prompts may be any file of this user that `data.path` names."""
+"""Names of settings, and of options of environments, whose values are programs (`command`, `python`), environment
+variables that code and servers get (`secrets`), or addresses of servers (`url`). Servers get the prompts and the
+completions, and prompts may come from any file of this user that `data.path` names."""
 _CODE_OF_ENGINE = re.compile(r"\w\.[^\W\d]|/")
 """A module, a file or a folder in `generator.engine_args`. vLLM imports some of them, as
 `compilation_config.backend`."""
@@ -28,7 +29,8 @@ def named_code(config: Config, *, section: str = "") -> dict[str, str]:
 
 
 def untrusted(config: Config, *, section: str = "") -> str:
-    """Returns the sentence that a command without --trust says of `named_code`; "" if the configuration names none."""
+    """Returns the message with which a command without --trust refuses the configuration of a run, because it names
+    code, programs, servers or secrets (`named_code`); "" if it names none."""
     named = [f"{key} = {value}" for key, value in named_code(config, section=section).items()]
     if not named:
         return ""
@@ -45,7 +47,8 @@ def _of(value: object, *, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _texts(value: object, *, key: str) -> Iterator[tuple[str, str]]:
-    """Yields the texts at any depth of a setting, by dotted key. A list of `_NAMING` is one text."""
+    """Yields the dotted key and the value of each text at any depth of a setting. A list under a key of `_NAMING`, such
+    as the words of a command, is yielded as one text."""
     if isinstance(value, Mapping):
         for name, below in value.items():
             yield from _texts(below, key=f"{key}.{name}")

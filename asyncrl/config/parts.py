@@ -60,8 +60,9 @@ def section_of(part: str) -> str:
 
 
 def environment_name(config: Config) -> str:
-    """Returns the name of what plays: the parts of a mixture, the agent's import path, `tools`, or the environment. A
-    reward of the user's own on a dataset of the user's own needs no environment; then it is `dataset`.
+    """Returns the name of the run's environment, for the labels of metrics: the parts of a mixture, the agent's import
+    path, `tools`, or `environment.name`. It is `dataset` if the run has a dataset and rewards of its own, and so needs
+    no environment.
 
     >>> environment_name(Config.model_validate({"environment": {"agent": "games:Chess.play"}}))
     'games:Chess.play'

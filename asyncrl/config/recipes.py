@@ -27,7 +27,8 @@ def recipe_names() -> list[str]:
 
 
 def recipe_file(name: str) -> Path | None:
-    """Returns the file of the recipe `name`; None if there is none. Of `agents/calculator`, `calculator` is enough."""
+    """Returns the file of the recipe `name`; None if there is none. For a recipe in a folder, such as
+    `agents/calculator`, the last part `calculator` is enough if no other recipe ends with it."""
     names = recipe_names()
     found = [each for each in names if each == name] or [each for each in names if each.rpartition("/")[2] == name]
     return recipes.RECIPES / f"{found[0]}.yaml" if len(found) == 1 else None
@@ -109,8 +110,8 @@ def with_modules(tree: Any, *, folder: Path) -> Any:
 
 
 def _datasets(tree: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the sections `data` of the run, of the parts of its mixture, and of its held-out sets. A tree that is not
-    validated yet may have anything in their places, which is left out."""
+    """Yields the sections `data` of the run, of the parts of its mixture, and of its held-out sets. The tree is not
+    validated yet, so values that are not mappings are left out."""
     data, evals = tree.get("data"), tree.get("eval")
     parts = data.get("mixture") if isinstance(data, dict) else None
     sets = evals.get("sets") if isinstance(evals, dict) else None

@@ -53,7 +53,7 @@ _LIMITS_OF_PARTS = {
     "environment.score_timeout_s < generator.rollout_timeout_s": ", which includes scoring; lower it, or raise "
     "generator.rollout_timeout_s",
 }
-"""The same for keys that each part of `data.mixture` and each set of `eval.sets` may have of its own."""
+"""A table like `_LIMITS`, for keys that each part of `data.mixture` and each set of `eval.sets` may set itself."""
 
 _RELATIONS = {
     ">=": ("at least", operator.ge),
@@ -111,7 +111,8 @@ def _staleness(config: Config) -> Iterator[str]:
 
 
 def _on_deadline(config: Config) -> Iterator[str]:
-    """A step takes B groups. A straggler can only be in its way if the buffer may hold more groups than that."""
+    """Yields the settings with which `staleness.on_deadline` would have no effect. A step takes B groups, so a
+    straggler can only be in its way if the buffer may hold more than B groups."""
     policy, step_groups = config.staleness.on_deadline, config.learner.groups_per_step
     if policy == "wait":
         return
@@ -369,7 +370,8 @@ def _tasks(config: Config) -> Iterator[str]:
 
 
 def _unused(config: Config) -> Iterator[str]:
-    """Yields the settings of `data` and `environment` that all parts of a mixture replace."""
+    """Yields a violation for each setting of `data` and `environment` that has no effect, because every part of the
+    mixture has a section of its own."""
     for section, fields, replaced in (
         ("data", DatasetSection.model_fields, [part.data for part in config.data.mixture]),
         ("environment", ScoringSection.model_fields, [part.environment for part in config.data.mixture]),
@@ -413,7 +415,8 @@ def _data(config: Config) -> Iterator[str]:
 
 
 def _evals(config: Config) -> Iterator[str]:
-    """Rules about held-out sets, and about what needs evaluations: `checkpoint.keep_best` and `run.stop_when`."""
+    """Yields the violations of the rules about held-out sets, and about the settings that need evaluations:
+    `checkpoint.keep_best` and `run.stop_when`."""
     for name, each in config.eval.sets.items():
         key = f"eval.sets.{name}"
         if name == HELDOUT:
@@ -493,8 +496,8 @@ def _prompt_template(template: str) -> Iterator[str]:
 
 
 def _agent_warnings(config: Config) -> Iterator[str]:
-    """Yields a warning if the agents of a part have too few processes. Whether the user's own environment runs agents
-    is not known before it is built."""
+    """Yields a warning if the agents of a part have too few scoring processes. An environment of the user's own gets no
+    warning, because it is not known before it is built whether it runs agents."""
     slots = config.generator.max_concurrent_groups
     for name, part in all_configs(config).items():
         workers = part.environment.score_workers

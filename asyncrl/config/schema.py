@@ -228,7 +228,7 @@ class DatasetSection(Section):
     on_bad_row: Literal["refuse", "skip"] = "refuse"
     """`refuse`: a bad row stops the start of the run. `skip`: bad rows are skipped and counted. A row is bad if it is
     blank, malformed, larger than 1 MiB, or has too many tokens. A row whose finished prompt, answer and metadata are
-    equal to an earlier row's is left out and counted with either."""
+    equal to an earlier row's is left out and counted with either value."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of the questions that are held out for evaluation and never trained. A hash of the question selects
     them."""
@@ -307,7 +307,8 @@ class ScoringSection(Section):
 
     @property
     def plays_agents(self) -> bool:
-        """Whether episodes have several turns. Whether the user's own environment runs agents is not known here."""
+        """Whether episodes have several turns, as far as the configuration shows it. It is False for an environment of
+        the user's own without tools, although its code may run agents."""
         if self.agent is not None or self.has_tools:
             return True
         return self.name in OF_SEVERAL_TURNS and not (self.reward or self.rewards)
@@ -319,7 +320,7 @@ class ScoringSection(Section):
 
     @property
     def tools_key(self) -> str:
-        """The setting that names these tools, for messages."""
+        """The key of the setting that names the model's tools, for messages."""
         return "environment.tools" if self.tools else "environment.mcp_servers"
 
     @property
@@ -431,9 +432,10 @@ class GeneratorSection(Section):
     persist_every_tokens: NonNegativeInt = 0
     """Number of tokens of a sample after which its group is stored as it is so far. If the replica dies, another one
     continues the stored tokens, as long as they are not too old to be trained. If the learner goes back to its
-    checkpoint, a group that lost weights finished continues the stored tokens of surviving ones. 0: such a group begins
-    again. Each time, all tokens of the group are stored, so a value that takes some seconds to generate is enough. The
-    agents of a group begin again, and get the stored answers for equal calls (docs/agents.md)."""
+    checkpoint, a finished group with tokens of weights that are lost is generated again, and continues its stored
+    tokens of earlier weights. 0: in both cases the group begins again. Each time, all tokens of the group are stored,
+    so a value that takes some seconds to generate is enough. The agents of a group begin again, and get the stored
+    answers for equal calls (docs/agents.md)."""
     max_data_failures: PositiveInt = 16
     """Number of groups that fail one after the other as DATA, counted over the whole pool, that stops the run."""
     max_infra_failures: PositiveInt = 3
@@ -759,9 +761,9 @@ class CheckpointSection(Section):
     keep: PositiveInt = 2
     """Number of checkpoints to keep. When a newer checkpoint is complete, older ones are deleted."""
     keep_best: NonNegativeInt = 0
-    """Number of checkpoints with the highest held-out rewards to keep besides. The evaluation that was due after a
-    step belongs to the checkpoint of that step. Of `every_steps` and `eval.every_steps`, one must be a multiple of the
-    other, so that checkpoints have evaluations."""
+    """Number of checkpoints with the highest held-out rewards to keep in addition to the newest ones. The evaluation
+    that was due after a step belongs to the checkpoint of that step. Of `every_steps` and `eval.every_steps`, one must
+    be a multiple of the other, so that checkpoints have evaluations."""
     best_eval: str = HELDOUT
     """Name of the held-out set whose rewards count for `keep_best`."""
     hf: bool = True
@@ -820,7 +822,7 @@ class EvalSetSection(Section):
 
 
 class HeldoutSet(NamedTuple):
-    """How a held-out set is evaluated, with the defaults of `eval`."""
+    """How a held-out set is evaluated: its own values, and those of `eval` for keys that the set leaves unset."""
 
     prompts: int
     samples: int
@@ -923,11 +925,11 @@ class Config(Section):
     weights: WeightsSection = WeightsSection()
     """Publication of weights."""
     checkpoint: CheckpointSection = CheckpointSection()
-    """Checkpoints of the policy."""
+    """Checkpoints of the whole run."""
     audit: AuditSection = AuditSection()
     """Files that the run keeps for `asyncrl audit`."""
     witness: WitnessSection = WitnessSection()
-    """The plain second path of some updates."""
+    """The witness, which computes some updates a second time by a plain path."""
     eval: EvalSection = EvalSection()
     """Held-out evaluation."""
     metrics: Annotated[MetricsSection, PER_DEPLOYMENT] = MetricsSection()

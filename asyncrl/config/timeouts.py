@@ -47,7 +47,8 @@ def derived_timeouts(config: Config, *, parameters: int | None) -> dict[str, flo
 
 
 def with_timeouts(config: Config, derived: dict[str, float]) -> Config:
-    """Returns the configuration with the limits of `derived_timeouts`, so that each process reads the same numbers."""
+    """Returns the configuration with the limits `derived`, the result of `derived_timeouts`. So each process of the run
+    reads the same numbers."""
     for key, limit_s in derived.items():
         section, name = key.split(".")
         values = getattr(config, section).model_copy(update={name: limit_s})

@@ -3,8 +3,8 @@
     lease = await client.call(Coordinator.lease, incarnation, wait_s=5.0)
     await client.call(Registry.keep, deployment_id)
 
-`over_ray` makes a client of the coordinator in another process. `partial(perform, coordinator)` sends calls to one in
-this process.
+`CoordinatorClient.over_ray` makes a client of a coordinator in another process. A client for a coordinator in this
+process is `CoordinatorClient(partial(perform, coordinator))`.
 """
 
 import inspect
@@ -52,11 +52,11 @@ class CoordinatorClient:
     def over_ray(cls, handle: Any, *, timeout_s: float, patience_s: float = 0.0) -> "CoordinatorClient":
         """Returns a client of a `CoordinatorActor`.
 
-        A call is late after `timeout_s` seconds plus the `wait_s` that it passes to its method. It is then repeated,
-        for `patience_s` seconds, and raises CallTimeout after that. The first call may have been performed, and only
-        its answer was late. A repetition changes nothing, except that a repeated reserve gets other tickets; those of
-        the first one expire. `tests/coordinator/test_repeats.py` holds this for every method. It raises ActorGone if
-        the actor's process has ended.
+        A call is late after `timeout_s` seconds plus the `wait_s` that it passes to its method. A late call is repeated
+        until `patience_s` seconds have passed, and then raises CallTimeout. The first call may have been performed, and
+        only its answer was late. A repetition changes nothing, except that a repeated reserve gets other tickets;
+        the tickets of the first reserve expire. `tests/coordinator/test_repeats.py` tests this for every method. A call
+        raises ActorGone if the actor's process has ended.
         """
 
         def send(call: Call) -> Awaitable[Any]:
@@ -86,7 +86,7 @@ class CoordinatorClient:
     ) -> Answer: ...
 
     async def call(self, method: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
-        """Calls a method of a receiver with these arguments. Returns its answer."""
+        """Calls a method of `Coordinator` or `Registry` with these arguments. Returns its answer."""
         receiver, _, name = method.__qualname__.rpartition(".")
         return await self._send(Call(receiver, name, arguments, options))
 
@@ -95,7 +95,7 @@ class CoordinatorClient:
 
 
 class CoordinatorActor:
-    """The class of the actor. Callers use it through `CoordinatorClient`."""
+    """The Ray actor that runs the coordinator. Other processes call it through `CoordinatorClient`."""
 
     def __init__(self, config: Config, tasks: Sequence[Task]) -> None:
         log_to_stderr()
@@ -103,5 +103,5 @@ class CoordinatorActor:
         self._coordinator = Coordinator(config=config, tasks=tasks, rows=Rows(config), prefixes=prefixes)
 
     async def perform(self, call: Call) -> Any:
-        """Performs a call of the client."""
+        """Performs a call that a `CoordinatorClient` has sent, and returns the answer."""
         return await perform(self._coordinator, call)

@@ -5,17 +5,17 @@
     deployment ─▶ attach, leave, restarting, … ──────┘                ├──▶ `Registry`, `Replicas`: who is there
                                                                       └──▶ `Clearing`: rows that no group needs
 
-A call does what the state machine decides, and wakes the calls that wait for such a change. Waits have deadlines, and
-can be cancelled. An expiry clock ends what no heartbeat renews: if the reply with a ticket is lost, no heartbeat names
-the ticket as held, and it expires.
+A call makes the change that `ReplayBuffer` decides, and wakes the calls that wait for such a change. Waits have
+deadlines, and can be cancelled. An expiry clock ends tickets that no heartbeat renews, and quarantines silent actors.
+If the reply with a ticket is lost, no heartbeat names the ticket as held, and it expires.
 
 Each call of the learner carries the incarnation that the learner got when it attached. If another learner has taken
 over, the calls of the earlier one raise Fenced and change nothing here. So a learner that was only slow ends at its
 next call, and no step of it is counted.
 
 A call whose answer was lost is repeated, and the repeated call changes nothing. The answers to `ack`, `skip` and
-`release` are kept until the next such call, because only they name the rows that may be cleared, and only the answer to
-`ack` has the ledger's entry of the step. Reports of failures have unique names, and each counts once.
+`release` are kept until the next such call, because only these answers name the rows that may be cleared, and only the
+answer to `ack` has the ledger's entry of the step. Reports of failures have unique names, and each counts once.
 """
 
 import asyncio
@@ -73,7 +73,8 @@ SWEEP_EVERY_S = 60.0
 
 
 class Clearing:
-    """Clears what `buffer` does not need, and the rows of keys that callers pass. `tasks` are the tasks that run now.
+    """Clears, in the background, rows and partial generations that no group of `buffer` needs. `tasks` are the clearing
+    tasks that run now.
 
     `rows` are the rows of groups, and `prefixes` their partial generations; None if the replicas store none.
     """
@@ -86,7 +87,8 @@ class Clearing:
         self.tasks: set[asyncio.Task[None]] = set()
 
     def rows(self, keys: Sequence[str]) -> None:
-        """Clears the rows of groups that will never be trained."""
+        """Clears the rows under these keys (`<group>.<attempt>`), because they will never be trained: the attempt has
+        ended without a commit, or the group was dropped."""
         if keys:
             self._in_background(self._cleared(keys, self._rows), name="clear rows")
 
@@ -107,10 +109,10 @@ class Clearing:
                 self._in_background(self._sweep_prefixes(self._prefixes), name="sweep prefixes")
 
     async def _sweep_rows(self, needless: Callable[[Sequence[str]], Sequence[str]]) -> None:
-        """Clears the rows of groups that belong to nothing. A replica died after it had stored them, or a learner
-        before it cleared them. `needless` returns their keys among those of all rows."""
+        """Clears the stored rows that no group needs: a replica died after it had stored them, or a learner died before
+        it had cleared them. `needless` gets the keys of all stored rows, and returns those of the rows to clear."""
         if left := await self._found(self._rows, needless, what="rows"):
-            logger.warning("clearing the rows of groups that belong to nothing: %s", ", ".join(left))
+            logger.warning("clearing stored rows that no group needs: %s", ", ".join(left))
             await self._cleared(left, self._rows)
 
     async def _sweep_prefixes(self, prefixes: Rows) -> None:
@@ -121,11 +123,11 @@ class Clearing:
     async def _found(
         self, stored: Rows, needless: Callable[[Sequence[str]], Sequence[str]], *, what: str
     ) -> Sequence[str]:
-        """Returns those of the stored keys that `needless` returns; none if they cannot be read now."""
+        """Returns those of the stored keys that `needless` returns; none if the stored keys cannot be read now."""
         try:
             return needless(await stored.keys())
         except Exception as error:
-            logger.warning("%s without a group were not looked for: %s", what, error)
+            logger.warning("could not search for stored %s that no group needs, so none are cleared: %s", what, error)
             return ()
 
     def _in_background(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
@@ -272,7 +274,8 @@ class Coordinator:
         )
 
     def own_replicas(self, deployment: str, names: Collection[str]) -> OwnReplicas:
-        """Returns what a generator deployment has to know of its replicas `names`."""
+        """Returns the views and the last reports of a generator deployment's replicas `names`, and how many replicas it
+        should have. The deployment polls this."""
         fleet, reports = self.buffer.fleet, self._replicas.reports
         lives = {name: life for name in names if (life := fleet.life(name)) is not None}
         return OwnReplicas(
@@ -304,10 +307,10 @@ class Coordinator:
         held: HeldReport,
         report: ReplicaReport,
     ) -> Renewal:
-        """Receives the state of an actor, and what is new of its tickets. Renews its tickets.
+        """Receives the state of an actor, and the changes of its tickets. Renews its tickets.
 
-        Returns the keys of named tickets that have ended without a commit. The actor ends their rollouts, or itself
-        if it must. A heartbeat that was overtaken by a newer one changes nothing.
+        Returns the keys of named tickets that have ended without a commit, so that the actor ends their rollouts. If
+        the answer has `must_end`, the actor ends itself. A heartbeat that was overtaken by a newer one changes nothing.
         """
         refused = self.buffer.fleet.refusal(actor)
         renewal = self.buffer.renew(actor, held=held, version=version)
@@ -366,7 +369,7 @@ class Coordinator:
             answer = self.buffer.reserve(actor, version=newest(), count=count)
             self._replicas.reserved(actor, version=newest(), asked=count, answer=answer)
             if answer.refusal is Refusal.NO_PROMPTS:
-                self._waiting.leases.wake_all()  # the last step may be short now
+                self._waiting.leases.wake_all()  # without prompts, the learner may get a last, short step
             return answer
 
         started_s = self._clock()
@@ -391,8 +394,8 @@ class Coordinator:
         return outcomes
 
     async def fail(self, tickets: Sequence[FailedTicket]) -> None:
-        """Ends the attempts of tickets whose rollouts failed. Expires all tickets of an actor that is quarantined for
-        that."""
+        """Ends the attempts of tickets whose rollouts failed. If an actor is quarantined because of these failures, all
+        of its tickets expire."""
         before = self.buffer.fleet.quarantines.total()
         for ticket in tickets:
             self.buffer.fail(ticket.key, incarnation=ticket.incarnation, failure=ticket.failure)
@@ -407,7 +410,8 @@ class Coordinator:
         """Waits up to `wait_s` seconds for the groups of one step. Returns the lease, or the reason why there is
         none.
 
-        Stragglers whose tickets the lease has ended are generated again, or replaced, by the generators that wait.
+        To start the lease, the buffer may end the tickets of stragglers (`staleness.on_deadline`). Generators that wait
+        for a ticket then generate these groups again, or other groups instead.
         """
 
         def ask() -> Lease | LeaseWait:
@@ -456,7 +460,7 @@ class Coordinator:
         return self.buffer.ledger_entry(of_ack=False)
 
     def snapshot(self, incarnation: int) -> RunSnapshot:
-        """Returns a snapshot of the present moment. A lease counts as not trained."""
+        """Returns a snapshot of the present moment. Leased groups count as ready, because their step is not acked."""
         self._check_learner(incarnation)
         return self._snapshot()
 
@@ -474,8 +478,8 @@ class Coordinator:
         self._waiting.tickets.wake()
 
     async def rows_lost(self, incarnation: int, keys: Sequence[str]) -> None:
-        """Removes ready groups whose rows are lost, e.g. with their node. Their prompts go to the front. Keys of groups
-        that are not ready are counted and ignored."""
+        """Removes ready groups whose rows are lost, e.g. with their node. Their prompts are the next ones to be
+        generated again. Keys of groups that are not ready are counted and ignored."""
         self._check_learner(incarnation)
         self.buffer.rows_lost(keys)
         self._waiting.tickets.wake()
@@ -491,8 +495,8 @@ class Coordinator:
         return self._released[1]
 
     def clear_dropped(self, incarnation: int) -> None:
-        """Clears the rows of the groups that a lease call dropped. A save that runs may still read them, so the learner
-        calls this when its last save has ended."""
+        """Clears the rows of the groups that a lease call dropped. A save in progress may still read these rows, so the
+        learner calls this when its last save has ended."""
         self._check_learner(incarnation)
         dropped, self.buffer.dropped = self.buffer.dropped, []
         self._clearing.rows(dropped)
@@ -535,11 +539,11 @@ class Coordinator:
 
     def check_attach(self, deployment: Deployment, *, shared: Mapping[str, object], restores: bool = False) -> None:
         """Raises an error if the deployment may not attach, and changes nothing. `restores` says whether a learner
-        restores a checkpoint of the run.
+        restores a checkpoint.
 
-        Raises the errors of `Registry.check`. Raises LearnerNotRestored for a learner that would continue a run which
-        has ended, or whose trained weights it does not restore: it would train other weights under their numbers. Its
-        checkpoint may be of another run.
+        Raises the errors of `Registry.check`. Raises LearnerNotRestored for a learner if the run has ended, or if the
+        learner lacks the trained weights of this run: it restores no checkpoint, or one of another run. Such a learner
+        would train other weights under the same version numbers.
         """
         self.registry.check(deployment, shared=shared)
         if deployment.role is not Role.LEARNER or deployment == self.registry.learner:
@@ -557,9 +561,9 @@ class Coordinator:
             )
         if step and not restores:
             raise LearnerNotRestored(
-                f"run {name!r} has trained {step} steps, and their weights ended with its learner; this learner would "
-                f"begin again with the weights of model.path; {again}. Set model.path to saved weights, e.g. in the "
-                "folder checkpoints/ of the run's directory, to begin with these"
+                f"run {name!r} has trained {step} steps, and the trained weights were lost with its learner; this "
+                f"learner would begin again with the weights of model.path; {again}. Set model.path to saved weights, "
+                "e.g. in the folder checkpoints/ of the run's directory, to begin with these"
             )
 
     async def attach(
@@ -603,8 +607,8 @@ class Coordinator:
     def _check_same_run(self, restored: Restored) -> None:
         """Raises LearnerNotRestored if the lineage of a restored checkpoint does not continue that of this run.
 
-        The same if the checkpoint is of an incarnation that did not train here, but on another cluster: the numbers of
-        its attempts may be those of other attempts that generators of this cluster still make.
+        Also raises it if the checkpoint is of an incarnation that did not train here, but on another cluster: its
+        attempts may have the same numbers as other attempts, which generators of this cluster still generate.
         """
         known = restored.snapshot.version.incarnation <= self.buffer.lineage.incarnation
         if self._untouched or (known and restored.lineage.continues(self.buffer.lineage)):
@@ -617,13 +621,14 @@ class Coordinator:
         )
 
     def _restore(self, restored: Restored, *, lived_on: bool) -> None:
-        """Brings the buffer to the state of a checkpoint. If groups were issued since, keeps those that only surviving
-        weights made, and the generators go on with their tickets."""
+        """Brings the buffer to the state of a checkpoint. If this buffer has issued groups already, it keeps the groups
+        whose tokens are all of versions from which the restored weights are made, and generators go on with their
+        tickets."""
         left = self.buffer.version
         split_tokens = self.buffer.restore(
             restored.snapshot.buffer, lineage=restored.lineage, loaded=self._replicas.loaded
         )
-        self._clearing.rows_without_slot()  # the data plane may be older than this buffer
+        self._clearing.rows_without_slot()  # the data plane may have older rows than this buffer
         if not lived_on:
             return
         self.registry.set_state(RunState.STARTING)
@@ -646,14 +651,15 @@ class Coordinator:
     # --- failures of rollouts -----------------------------------------------------------------------------------
 
     def heldout_failed(self, report: str, failure: Failure) -> None:
-        """Reports a failed rollout of a held-out evaluation. `report` is the name of the report."""
+        """Counts a failed rollout of a held-out evaluation. `report` is the unique name of the report: a repeated one
+        changes nothing."""
         if self._is_new_report(report):
             self.buffer.failures.count(failure, rollouts=1)
             self._waiting.failures.wake_all()
 
     async def samples_failed(self, report: str, counts: Sequence[FailureCount]) -> None:
-        """Reports completions whose reward failed, and calls of tools that failed, in groups that were committed.
-        `report` is the name of the report."""
+        """Counts completions whose reward failed, and calls of tools that failed, in groups that were committed.
+        `report` is the unique name of the report: a repeated one changes nothing."""
         if self._is_new_report(report):
             for count in counts:
                 self.buffer.failures.count(count.first, samples=count.samples, tool_calls=count.tool_calls)
@@ -718,7 +724,7 @@ class Coordinator:
         self.buffer.ledger.count(Event.REPLICA_LOST, len(gone))
         for actor in gone:
             self.registry.set_endpoint(replica_of(actor), "")
-            self._waiting.tickets.wake_actor(actor)  # a quarantined one ends when it knows
+            self._waiting.tickets.wake_actor(actor)  # an actor that gets the refusal QUARANTINED ends
         if self.buffer.fleet.back_off_ended() or keys or gone:
             self._waiting.groups_changed()
 

@@ -2,7 +2,7 @@
 
 Pure: the clock is an argument. The first deployment sets the run's shared config. Each later deployment must agree with
 it key by key. The check is needed because Ray's get-or-create of an actor ignores the arguments of the second caller. A
-run has one learner. A deployment that is silent for too long is no longer a member.
+run has one learner. A deployment that sends no heartbeat for the timeout counts as gone until its next heartbeat.
 """
 
 from collections import Counter, deque
@@ -47,7 +47,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 class EndpointChanges(msgspec.Struct, frozen=True, kw_only=True):
     """The endpoints that changed, by process name; "" for a process that is gone. If `whole`, all endpoints.
 
-    `serial` is the number for the next call.
+    `serial` is the number that the caller passes to its next call of `Registry.endpoints_since`.
     """
 
     serial: int
@@ -111,8 +111,8 @@ class Registry:
         """Raises an error if the deployment may not attach, and changes nothing.
 
         RunMismatch names the first key whose value differs from the run's. RunLocked names the learner that the run
-        has already, or says that the run has ended and its processes are ending: a generator that enters such a run
-        would keep them from ending, and so the next learner out.
+        has already, or says that the run has ended and its processes are ending: a generator that entered such a run
+        would keep its processes alive, and the next learner could not start.
         """
         enters = deployment.id not in self._members
         if self._closed_by or (deployment.role is Role.GENERATOR and self.state in OVER and enters):
@@ -156,7 +156,8 @@ class Registry:
 
         While the run is not over, a deployment that was silent for less than `GONE_TIMEOUTS` timeouts still counts,
         because it may send heartbeats again. A deployment that is not attached, such as a replaced learner, is never
-        the last one. A repeated call gets the same answer: if the first answer was lost, the run's actors would stay.
+        the last one. A repeated call gets the same answer: even if the first answer was lost, the caller must end the
+        run's actors.
         """
         timeouts = 1 if self.state in OVER else GONE_TIMEOUTS
         left = self._members.pop(deployment_id, None) is not None
@@ -219,7 +220,7 @@ class Registry:
         silent = [
             each.id for each, _ in self._members.values() if each.role is Role.GENERATOR and each.id not in wanted
         ]
-        self._scaled |= wanted | dict.fromkeys(silent, 0)  # a silent one that calls again would add replicas
+        self._scaled |= wanted | dict.fromkeys(silent, 0)  # else its replicas would be too many if it is heard again
         self.scalings += 1
         self.given_up.clear()
         return wanted
@@ -229,9 +230,10 @@ class Registry:
         self.given_up[replica] = why
 
     def handshake(self, *, who: str, fingerprint: str) -> None:
-        """Checks that all pools have the same tokenizer and vocabulary (F25).
+        """Checks that learner and replicas have the same tokenizer and vocabulary (F25 in docs/faults.md). `who` names
+        the caller, and `fingerprint` is the digest of its tokenizer and vocabulary.
 
-        The first caller sets the fingerprint. Raises HandshakeError if that of a later caller differs.
+        The first caller sets the fingerprint of the run. Raises HandshakeError if that of a later caller differs.
         """
         if self._fingerprint is None:
             self._fingerprint = (who, fingerprint)
@@ -260,7 +262,8 @@ class Registry:
         """Records that the learner, which is at the version `learner`, published `version`. A repeated call does
         nothing.
 
-        Raises VersionRegression if `version` is older than the newest published version.
+        Raises VersionRegression if `version` is older than the newest published version, and ValueError if the learner
+        has not acked so many steps.
         """
         if version.step > learner.step:
             raise ValueError(f"version {version} was published, but the learner has acked only {learner.step} steps")
@@ -302,8 +305,8 @@ class Registry:
 # A replica is known from its first message until its actor leaves or may not be used any more (`asyncrl.buffer.fleet`).
 # Its last report is kept after that, because the run's totals need it. Beyond `gone_reports` reports of replicas that
 # have ended for ever, the oldest are added up. The totals of all replicas are running sums, so reading them takes as
-# long with 1,000 replicas as with one. This module makes no decisions and is pure. It gives the broadcast gate
-# (`asyncrl.weights.gate`) its input.
+# long with 1,000 replicas as with one. This part is pure and makes no decisions. `Replicas.able` is the input of
+# `asyncrl.weights.gate`, which decides when the learner publishes its weights.
 
 GONE_REPORTS = 100
 """Number of replicas that have ended for ever and whose reports are kept one by one."""
@@ -318,9 +321,10 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """A replica's report in each heartbeat. Totals count from the start of its `actor`, and in the coordinator from the
     first start of the replica.
 
-    `state_seconds` are slot-seconds divided by the number of slots. `running_groups` is the number of rollouts that run
-    now, `slots` their maximum. `prompt_tokens` count each sample of a group, and `cached_prompt_tokens` of them came
-    from the engine's prefix cache. `replicas` is 1, or the number of replicas whose totals are added up here.
+    `state_seconds` are seconds by state, averaged over the concurrency slots. `running_groups` is the number of
+    rollouts that run now, `slots` their maximum. `prompt_tokens` count each sample of a group, and
+    `cached_prompt_tokens` of them came from the engine's prefix cache. `replicas` is 1, or the number of replicas whose
+    totals are added up here.
     """
 
     actor: str
@@ -429,7 +433,8 @@ class _Replica:
 
     @property
     def standing(self) -> tuple[Version | None, bool, bool]:
-        """The key of the numbers by version: the version, whether a slot is free, and whether it was refused."""
+        """The key under which `Replicas` counts this replica: its version, whether it has a free slot, and whether its
+        last reserve at this version got fewer tickets than it asked for."""
         return self.version, self.free_slots > 0, self.refused
 
 
@@ -442,7 +447,7 @@ class Replicas:
 
     `loaded` has the last version that each actor reported as loaded, by the name of the actor. `reports` has the last
     report of each replica by the replica's name, with the totals of its earlier actors, also of replicas that are gone;
-    and under the name `SUM` the totals of those that are gone for long. `totals` is the sum of all reports.
+    and under the name `SUM` the totals of those that have been gone for longest. `totals` is the sum of all reports.
     `may_come_back` returns False for the name of a replica that has ended for ever.
     """
 
@@ -464,7 +469,7 @@ class Replicas:
         self.totals = NO_REPORT
 
     def reported(self, report: ReplicaReport) -> None:
-        """Records the report of an actor."""
+        """Records the report of an actor, with the totals of the earlier actors of its replica added."""
         name = replica_of(report.actor)
         last = self.reports.get(name)
         if last is not None and last.actor != report.actor:
@@ -492,7 +497,7 @@ class Replicas:
         slots."""
         known = self._by_actor.get(actor)
         if answer.refusal is Refusal.QUARANTINED or (answer.refusal is Refusal.UNHEALTHY and known is None):
-            return  # it was forgotten, because it may not be used
+            return  # `forget` has removed the actor, because it may not be used
         free_slots = max(0, (asked if known is None else known.free_slots) - len(answer.tickets))
         self._put(actor, _Replica(version, free_slots, answer.refusal is not None))
 
@@ -521,10 +526,10 @@ class Replicas:
         return self.forget(*gone) if gone else []
 
     def _put(self, actor: str, replica: _Replica | None) -> None:
-        """Replaces a replica, or removes it, and keeps the numbers by version."""
+        """Replaces the entry of an actor, or removes it if `replica` is None, and updates the counts by version."""
         before = self._by_actor.pop(actor, None)
         if before is not None:
-            self._standings -= {before.standing: 1}  # forgets what no replica has any more
+            self._standings -= {before.standing: 1}  # also removes a key whose count is now 0
         if replica is not None:
             self._by_actor[actor] = replica
             self._standings[replica.standing] += 1

@@ -88,9 +88,10 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Restored(msgspec.Struct, frozen=True, kw_only=True):
-    """The restored state of a learner: the snapshot of its checkpoint, and the lineage whose live incarnation it is.
+    """The restored state of a learner: the snapshot of its checkpoint, and the lineage in which this learner is the
+    live incarnation.
 
-    The lineage has all incarnations of the run, also those that the checkpoint does not know.
+    The lineage has all incarnations of the run, also those that began after the checkpoint was written.
     """
 
     snapshot: RunSnapshot

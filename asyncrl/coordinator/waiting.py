@@ -2,13 +2,14 @@
 
 A change wakes only the calls whose answer it may change:
 
-- A reserve that waits stands in a line (`TicketLine`). A change wakes the first one in line that can get a ticket now.
-  After it has asked, it wakes the next one that can, so that calls get their tickets first come, first served. With
-  1,000 waiting generators and no room, a commit wakes none of them.
+- A call of `reserve` that waits stands in a line (`TicketLine`). A change wakes the first call in line that can get a
+  ticket now. After that call has asked again, it wakes the next one that can, so tickets are first come, first served.
+  With 1,000 waiting generators and no room, a commit wakes none of them.
 - The other calls are few, and all of one kind wake together (`Waiters`): the learner's lease, the watchers of failures,
   and an evaluation that waits for a replica.
 
-A woken call asks by itself, so a call that is cancelled in this moment loses nothing: it only passes the wake-up on.
+A wake-up carries no answer: the woken call asks for its answer itself. So no ticket or lease is lost if the call is
+cancelled at this moment. It only wakes the next call in line.
 """
 
 import asyncio
@@ -43,11 +44,11 @@ class Waiter:
         self.woken = asyncio.Event()
 
     def wait_on(self) -> None:
-        """Waits on, after the call has asked and its answer was not final."""
+        """Prepares the next wait, after the call has asked again and its answer was not final."""
         self.woken.clear()
 
     def end(self) -> None:
-        """Ends the wait of this call."""
+        """Called when the call does not wait any more. A subclass removes the call from its line here."""
 
 
 class Waiters(Waiter):
@@ -69,7 +70,7 @@ class TicketLine:
     `may_get` returns whether a reserve at a version would get a ticket now. An actor that stands in the line at an old
     version may have to wait while others behind it get tickets. So there is one line for each version: whether a change
     helps any call takes one question for each version, however many calls wait. `may_ask` returns False for an actor
-    that gets no tickets for its own sake. Such actors are few, and are passed over.
+    that gets no tickets now because of its own state (`Refusal.UNHEALTHY`). Such actors are few, and are passed over.
     """
 
     def __init__(self, *, may_get: Callable[[Version], bool], may_ask: Callable[[str], bool]) -> None:
@@ -86,7 +87,7 @@ class TicketLine:
 
     def wake_actor(self, actor: str) -> None:
         """Wakes the calls of an actor, because they may get another answer: the actor has loaded another version, sends
-        heartbeats again, or was quarantined."""
+        heartbeats again, was quarantined, or has left."""
         for waiter in self._of_actor.get(actor, ()):
             self._wake(waiter)
 
@@ -104,7 +105,8 @@ class TicketLine:
             await asyncio.sleep(0)
 
     def wait_on(self, waiter: "_WaiterInLine") -> None:
-        """Keeps the waiter of a call that got no ticket, at the present version of its actor."""
+        """Keeps the waiter of a call that got no ticket, in the line of its actor's present version, and wakes the next
+        call."""
         version = waiter.version_now()
         if version != waiter.version:
             self._leave_line(waiter)
@@ -128,14 +130,16 @@ class TicketLine:
             del self._lines[waiter.version]
 
     def _pass_on(self, waiter: "_WaiterInLine") -> None:
-        """Wakes the next call in line, if this one was woken. Calls before it were asked already."""
+        """Wakes the next call behind this one, if this one was woken. The calls before it have asked already, or could
+        get no ticket."""
         if waiter.woken.is_set():
             waiter.woken.clear()
             self._awake -= 1
             self._wake_after(waiter.number)
 
     def _wake_after(self, number: int) -> None:
-        """Wakes the first call behind `number` that can get a ticket. If it is woken already, it passes this on."""
+        """Wakes the first call that came after call number `number` and can get a ticket. If that call is woken
+        already, it wakes the next one itself after it has asked."""
         first: _WaiterInLine | None = None
         for version, line in self._lines.items():
             at = bisect_right(line, number, key=_NUMBER)
@@ -170,8 +174,9 @@ class _WaiterInLine(Waiter):
 
 
 class Waiting:
-    """The calls that wait: `tickets` of generators, `leases` of the learner, `failures` of watchers, and `loads` of
-    evaluations. `states` counts the seconds in which calls of each role wait."""
+    """The calls that wait: of generators for `tickets`, of the learner for `leases`, of the failure log for new
+    `failures`, and of evaluations for a replica that `loads` a version. `states` counts the seconds in which the
+    learner waits, or a generator, or both."""
 
     def __init__(
         self,

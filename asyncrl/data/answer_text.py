@@ -22,8 +22,8 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
 
 
 def hidden_tags(tokenizer: Any, *, special_tokens: SpecialTokens) -> tuple[str, ...]:
-    """Returns tags for which rewards often look, such as `<think>`, and which the text of an answer never has: special
-    tokens with `drop`, and those that the chat template writes before the answer."""
+    """Returns tags for which rewards often look, such as `<think>`, and which the text of an answer never has. These
+    are special tokens, if `special_tokens` is `drop`, and tags that the chat template writes before the answer."""
     dropped = _special_tags(tokenizer) if special_tokens == "drop" else []
     return tuple(dict.fromkeys([*dropped, *_BEGUN.findall(generation_prompt(tokenizer))]))
 
@@ -62,13 +62,13 @@ class AnswerText:
         self._tokenizer = tokenizer
         self._stops = stops
         self._ends: dict[SpecialTokens, frozenset[int | None]] = {
-            "drop": frozenset({further_end(tokenizer)}),  # it need not be a special token
+            "drop": frozenset({further_end(tokenizer)}),  # need not be a special token, so `decode` may keep it
             "keep": frozenset({template_end(tokenizer), *engine_ends(tokenizer)}),
         }
 
     def __call__(self, token_ids: Sequence[int], *, special_tokens: SpecialTokens) -> str:
-        """Returns the text up to the first stop string. `special_tokens` is `environment.special_tokens`: with `keep`,
-        only the token that ended the answer is left out."""
+        """Returns the text up to the first stop string. `special_tokens` is `environment.special_tokens`: `drop` leaves
+        out all special tokens, and `keep` only the token that ended the answer."""
         ids = list(token_ids)
         if ids and ids[-1] in self._ends[special_tokens]:
             ids = ids[:-1]

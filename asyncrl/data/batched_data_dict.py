@@ -190,7 +190,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return part
 
     def repeat_interleave(self, n: int) -> Self:
-        """Repeats each row n times in a row. List entries are copied deeply, so that no two rows share an object."""
+        """Returns a batch with n copies of each row, next to each other. List entries are copied deeply, so that no two
+        rows share an object."""
         return type(self)(
             {
                 key: column.repeat_interleave(n, dim=0)
@@ -332,7 +333,8 @@ def gather_columns(columns: Mapping[str, Any], group: dist.ProcessGroup | None) 
     """Returns the columns of every rank of `group`, in rank order. It is a collective and is not differentiable.
 
     Shapes may differ between ranks, and a rank may have no columns. Columns are sent pickled, tensors by way of the
-    CPU. A tensor arrives on the device of this rank's column, or on the kind of device that it had on its rank.
+    CPU. A tensor arrives on the device of this rank's own column of that name. If this rank has none, it arrives on the
+    kind of device that it had on its rank.
     """
     # a copy, because pickling a view would send the storage of the whole batch
     on_cpu = {

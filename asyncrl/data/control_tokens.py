@@ -1,8 +1,8 @@
 """Control tokens of a tokenizer in the texts of users.
 
 A tokenizer turns the text of a control token, such as `<|im_start|>` or `</s>`, into this token wherever it stands. So
-a row of a dataset may end a turn or begin another one. A prompt that is in the chat template already has such tokens
-too, or the template's own words, such as `[INST]`.
+a row of a dataset may end a turn or begin another one. A prompt to which a chat template has been applied already has
+such tokens too, or the template's own words, such as `[INST]`.
 """
 
 import re
@@ -15,7 +15,8 @@ from asyncrl.data.tokenizer import encode_prompt
 
 _MESSAGE = "question"
 _MOST_WORDS = 3
-"""Words of a line by which a template is known. Of a longer line, such as a system prompt, only the last counts."""
+"""The most words of the line before a message that are taken as the template's own. Of a longer line, such as a system
+prompt, only the last word is taken."""
 
 
 class ControlTokens:
@@ -40,7 +41,8 @@ class ControlTokens:
     @cached_property
     def _words(self) -> tuple[str, str]:
         """The words that the chat template writes directly before and after the message of a user, such as `[INST]` and
-        `[/INST]`. Both are empty if one of them is a control token, or letters only, as in any text."""
+        `[/INST]`. Both are empty if a control token stands there, or if one of them has letters and digits only, as
+        any text may have."""
         if not getattr(self._tokenizer, "chat_template", None):
             return "", ""
         before, _, after = self._tokenizer.decode(encode_prompt(self._tokenizer, _MESSAGE)).rpartition(_MESSAGE)
@@ -57,7 +59,8 @@ class ControlTokens:
         return token == self._words[0] or self._ids[token] in self._of_template
 
     def description(self, token: str) -> str:
-        """Says what is wrong with a text that contains a control token, or the words of the template."""
+        """Returns the second half of a message about a text that contains `token`, which is a control token or the
+        template's words before a message: why this is a problem."""
         if token in self._ids:
             return "which the model reads as a control token, and not as text"
         return f"and then {self._words[1]!r}, as the chat template writes them around a message"
@@ -78,7 +81,8 @@ class ControlTokens:
     def _found(self, text: str) -> Iterator[str]:
         if not self._ids or not self._pattern.search(text):
             return
-        # A tokenizer may take some tokens only as whole words, or with a space beside them.
+        # A tokenizer may take some tokens only as whole words, or with a space beside them. So a text of a control
+        # token counts only if the tokenizer makes this token of it.
         [ids] = self._tokenizer([text], add_special_tokens=False)["input_ids"]
         there = set(ids)
         yield from (found for found in self._pattern.findall(text) if self._ids[found] in there)

@@ -13,7 +13,7 @@ from asyncrl.data.rows import Row
 from asyncrl.errors import DatasetError
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow"}
-"""The file names' ends that are known, and the format of each, as `datasets` calls it."""
+"""The known endings of file names, and the format of each, as `datasets` calls it."""
 
 CSV_OPTIONS: Mapping[str, Any] = {"keep_default_na": False, "na_values": [""]}
 """Options with which only an empty cell of a CSV file is a missing value. `datasets` would also take `null` or `NA`."""
@@ -76,10 +76,10 @@ def _advice(error: BaseException) -> str:
 
 def _loaded(source: str, subset: str | None, *, split: str, options: Mapping[str, Any]) -> Iterable[Row]:
     """Runs `datasets.load_dataset`. Unless `options` has `features`, each cell of a CSV file is a text, and JSON files
-    are only found and downloaded by `datasets`.
+    are only found and downloaded by `datasets`, and read by `json_file_rows`.
 
-    Without this, pandas infers the types of CSV columns from blocks of 10,000 rows: `007` becomes 7 in some blocks. The
-    module `json_files` says what `datasets` does to the values of JSON files.
+    Otherwise pandas would infer the types of CSV columns from blocks of 10,000 rows: `007` becomes 7 in some blocks.
+    And `datasets` would convert the values of JSON files to the types of columns (see `json_files.py`).
     """
     import datasets
     from datasets.packaged_modules.csv.csv import CsvConfig
@@ -100,8 +100,9 @@ def _loaded(source: str, subset: str | None, *, split: str, options: Mapping[str
 
 
 def _builder(source: str, subset: str | None, *, options: Mapping[str, Any]) -> Any:
-    """Returns the builder of a dataset. If the Hub does not answer, it reads files that were downloaded before: the
-    rows that `datasets` keeps of JSON files have other types."""
+    """Returns the object with which `datasets` finds and reads a dataset. If the Hub does not answer, `datasets` would
+    take the rows that it has cached, in which the values of JSON files have other types. The object then reads the
+    files that were downloaded before, if they are still in the Hub's cache."""
     import datasets
     from datasets.packaged_modules.cache.cache import Cache
 
@@ -115,7 +116,8 @@ def _builder(source: str, subset: str | None, *, options: Mapping[str, Any]) -> 
             raise
     if (folder := _snapshot(source, options.get("revision"))) is None:
         return builder
-    # Otherwise, `datasets` also looks for the files of the first subset, which may not have been downloaded.
+    # The files of the subset are named, or `datasets` would also look for those of the first subset, which may not have
+    # been downloaded.
     own = _card(folder).get(subset, {}) if options.keys().isdisjoint(("data_files", "data_dir")) else {}
     where = {name: own[name] for name in ("data_files", "data_dir") if name in own}
     return datasets.load_dataset_builder(str(folder), subset, **{**options, **where, "revision": None})
@@ -207,7 +209,8 @@ def _check_header(file: str, found: Sequence[str], *, config: Any, login: Any) -
 
 
 def _saved(found: Any, *, split: str) -> Iterable[Mapping[str, Any]]:
-    """Returns the split of what `save_to_disk` has written: one split without a name, or several by name."""
+    """Returns a split of a dataset that `save_to_disk` has written. `found` is several splits by name, or a single one
+    without a name, which is returned whatever `split` is."""
     if not isinstance(found, Mapping):
         return found  # type: ignore[no-any-return]
     if split not in found:
@@ -216,8 +219,8 @@ def _saved(found: Any, *, split: str) -> Iterable[Mapping[str, Any]]:
 
 
 def _of_files(path: Path, *, split: str, options: Mapping[str, Any]) -> Iterable[Row]:
-    """Reads a file, or all files of a folder that have the same known end. JSON files are read as they are, unless
-    `options` has other options than those of their form."""
+    """Reads a file, or all files of a folder, whose names must have the same known end. JSON files are read without
+    `datasets`, unless `options` has options that only `datasets` supports."""
     if not path.exists():
         raise DatasetError(f"data.path = {path}: there is no such file; name a file, a folder, or a dataset of the Hub")
     files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.suffix in FORMATS)

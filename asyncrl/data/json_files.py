@@ -1,8 +1,8 @@
 """Rows of JSON and JSON Lines files, with the values and the types that the files have.
 
-`datasets` puts the rows of JSON files into typed columns. A value is then converted to the type of its column: with an
-integer of more than 64 bits, all integers of the column become floats, objects get the keys of other rows, and -0.0
-becomes 0.0.
+The library `datasets` is not used for this, because it puts the rows into typed columns. A value is then converted to
+the type of its column: with an integer of more than 64 bits, all integers of the column become floats, objects get the
+keys of other rows, and -0.0 becomes 0.0.
 """
 
 import json
@@ -17,15 +17,15 @@ from asyncrl.data.rows import BadRow, Row
 from asyncrl.errors import DatasetError
 
 JSON_OPTIONS = frozenset({"field", "encoding", "encoding_errors"})
-"""The options of `datasets` for JSON files that this module obeys."""
+"""The options of `datasets` for JSON files that this module supports."""
 
 
 def json_file_rows(files: Mapping[str, Sequence[Path]], *, split: str, options: Mapping[str, Any]) -> Iterable[Row]:
-    """Returns the rows of files with a list of objects, or with one object a line. `files` has those of each split.
-    `split` is one of these, or takes parts of some (`train[:1000]+test`).
+    """Returns the rows of files with a list of objects, or with one object a line. `files` has the files of each split
+    by its name. `split` is the name of a split, or takes parts of splits (`train[:1000]+test`).
 
     A line that is not JSON is a BadRow, and blank lines are not rows. Raises ValueError for an unknown split, and
-    DatasetError, also while the rows are read, for a file that is not JSON, or not in its encoding.
+    DatasetError, also while the rows are read, for a file that is not JSON or not in the encoding of `options`.
     """
     rows = {name: chain.from_iterable(_rows_of(file, **options) for file in named) for name, named in files.items()}
     if split in rows:

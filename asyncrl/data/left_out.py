@@ -14,8 +14,9 @@ class LeftOutRow(NamedTuple):
 
 
 LeftOut = Mapping[str, Sequence[LeftOutRow]]
-"""The rows that are left out, by the part of the run (`asyncrl.config.parts`): empty for the only one, the name of a
-part of `data.mixture`, or `eval/NAME`. A part of which nothing is left out has no entry."""
+"""The rows that are left out of each dataset of a run. The key is the name of its part (`asyncrl.config.parts`): the
+name in `data.mixture`, empty without a mixture, or `eval/NAME` for a held-out set. A part of which nothing is left out
+has no entry."""
 
 REASONS: Mapping[str, str] = {
     "blank": "the row or its prompt is blank",
@@ -27,7 +28,7 @@ REASONS: Mapping[str, str] = {
     "messages": "its messages are not a conversation",
     "duplicate": "its prompt, answer and metadata are those of an earlier row",
     "held_out": "its prompt is held out for evaluation",
-    "trained": "the run trains its prompt",
+    "trained": "the run trains its prompt, so it is not evaluated",
     "prompt_length": "its prompt has no token or too many",
     "control_token": "its text contains a control token of the tokenizer",
 }
@@ -53,7 +54,8 @@ def in_words(by_reason: Mapping[str, int]) -> str:
 
 
 def joined(*found: tuple[str, Iterable[LeftOutRow]]) -> dict[str, list[LeftOutRow]]:
-    """Returns the rows of all pairs (part, rows), by part, in their order."""
+    """Joins pairs (part, rows that are left out of it) to one dict by part. A part may be in several pairs; one without
+    rows gets no entry."""
     rows: dict[str, list[LeftOutRow]] = {}
     for part, of_part in found:
         if more := list(of_part):

@@ -1,8 +1,8 @@
 """A tokenizer from a model's files without transformers, whose import loads torch and takes seconds.
 
 It serves to measure prompts while a run starts, and to find the ends of turns in `asyncrl config check`. It adds no
-special tokens of its own, so it never counts more tokens than the model's real tokenizer, which decides where this
-matters.
+special tokens of its own, so it never counts more tokens than the model's real tokenizer. Where the few missing tokens
+could matter, the caller asks the real tokenizer.
 """
 
 import json
@@ -22,10 +22,11 @@ the beginning and one at the end (`add_bos_token` and `add_eos_token`)."""
 
 
 class LightTokenizer:
-    """Has the methods of a tokenizer that `encode_prompts` and `turn_ends` call."""
+    """A tokenizer with those methods and attributes of transformers' tokenizers that `encode_prompts` and the module
+    `turn_ends` use."""
 
     all_special_ids: Sequence[int] = ()
-    """Is empty: `added_tokens_decoder` has them."""
+    """Empty, because `added_tokens_decoder` has all special tokens."""
 
     def __init__(
         self, core: Any, *, path: Path, template: Any, names: Mapping[str, Any], tool_template: Any = None
@@ -36,8 +37,8 @@ class LightTokenizer:
         self.chat_template = template
         self._tool_template = tool_template or template
         self.added_at_most = 0 if template else max(MOST_SPECIAL_TOKENS, core.num_special_tokens_to_add(False))
-        """Number of tokens that the real tokenizer may add to those that this one counts. A chat template has all of
-        its special tokens."""
+        """The most tokens that the real tokenizer may add to those that this one counts. It is 0 with a chat template,
+        which writes all special tokens itself."""
 
     def __call__(self, texts: Sequence[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
         encoded = self._core.encode_batch(list(texts), add_special_tokens=False)
@@ -82,8 +83,8 @@ class LightTokenizer:
         add_generation_prompt: bool = True,
         **_: bool,
     ) -> Any:
-        """Returns the token ids of a list of messages, or of each of several ones, with the beginning of the model's
-        answer if `add_generation_prompt` is true."""
+        """Returns the token ids of a conversation (a list of messages), or of each one in a list of conversations, with
+        the beginning of the model's answer if `add_generation_prompt` is true."""
         template = self._tool_template if tools else self.chat_template
         several = not isinstance(conversation[0], Mapping)
         texts = [
@@ -168,12 +169,14 @@ def _text(token: Any) -> str:
 def _as_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Has the parameters, in the same order, of the filter `tojson` in transformers."""
+    """Replaces the filter `tojson` of Jinja, which would escape characters of HTML. It has the parameters of the filter
+    with which transformers replaces it, in the same order."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _compiled(source: str) -> Any:
-    """Compiles a chat template as transformers does. It is foreign code, so it runs in a sandbox."""
+    """Compiles a chat template as transformers does. A template is code that comes with a model, so it runs in a
+    sandbox."""
 
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -211,5 +214,5 @@ def model_folder(model: str, *, weights: bool) -> str:
     patterns = _DESCRIPTION + (_WEIGHTS if weights else [])
     try:
         return snapshot_download(model, allow_patterns=patterns, ignore_patterns=_OTHER_FORMATS)
-    except (OSError, ValueError, HfHubHTTPError):  # not in the cache, or not known to be complete
+    except (OSError, ValueError, HfHubHTTPError):  # the Hub does not answer, and the cache is not known to be complete
         return str(cached_files(model) or model)

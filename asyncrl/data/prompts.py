@@ -1,8 +1,8 @@
 """Prompts: makes them of questions, issues them in a shuffled order, and holds some of them out.
 
 A dataset is a sequence of `Task`s, which `rows.py` reads. `PromptSource` issues the training tasks epoch after epoch,
-in an order that only the seed determines. Held-out tasks are chosen by a hash of the question, so that another draw of
-the same question never leaks into training.
+in an order that only the seed determines. Held-out tasks are chosen by a hash of the question, so that a question which
+occurs in several tasks is never both held out and trained.
 """
 
 import difflib
@@ -22,7 +22,7 @@ from asyncrl.errors import ConfigError, DatasetError, RunMismatch
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """One question. `prompt` is the text for the model, `answer` the reference, `metadata` the other data for scoring.
 
-    A dataset leaves `prompt` empty: `data.prompt_template` makes it from question and metadata. If there are
+    A dataset need not set `prompt`: `data.prompt_template` makes it from question and metadata. If there are
     `messages`, the model gets them in its chat template instead, and `prompt` shows them as one text. `row` is the
     task's number in its dataset, from 1, which errors name. It is 0 for a task that is not from a dataset. `part` is
     the name of the task's part of `data.mixture`; empty without a mixture. `generation_prompt` is the text with which
@@ -46,14 +46,15 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptCursor(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a `PromptSource`: it has issued `issued` prompts of the dataset `fingerprint`."""
+    """The state of a `PromptSource`: the number of prompts that it has issued, and a hash of its tasks and of the
+    weights of its mixture."""
 
     issued: int
     fingerprint: str
 
 
 class PromptData(msgspec.Struct, frozen=True, kw_only=True):
-    """The training prompts of a deployment, as they are compared with those of its run.
+    """Hashes of the training prompts of a deployment, by which they are compared with the prompts of its run.
 
     `source` says where they come from, and on which machine. `rows` has `ROW_BYTES` bytes of a hash of each task, in
     order: they show where two datasets differ.
@@ -77,13 +78,14 @@ def prompt_data(tasks: Sequence[Task], *, source: str) -> PromptData:
 
 
 def _whole(task: Task) -> bytes:
-    """Returns what distinguishes a task from others: all of it but its number and its part."""
+    """Returns what hashes of a task are made of: its prompt, messages, answer and metadata, as JSON. The number of its
+    row and its part do not count."""
     whole = (task.prompt, task.messages, task.answer, task.metadata)
     return msgspec.json.encode(whole, order="deterministic")
 
 
 def _fields_of(task: Task) -> dict[str, Any]:
-    """Returns the fields that a template may use: the question and the scalar metadata."""
+    """Returns the fields of a task that `data.prompt_template` may use: the question and the scalar metadata."""
     scalar = {name: value for name, value in task.metadata.items() if isinstance(value, str | int | float | bool)}
     return scalar | {"question": task.question}
 
@@ -99,8 +101,9 @@ def _names_in(template: str) -> list[str]:
 
 
 def without_fields(template: str, tasks: Sequence[Task]) -> list[tuple[Task, LeftOutRow]]:
-    """Returns the tasks that lack a field of the template which other rows have, for example because a cell of a CSV
-    file is empty. Raises ConfigError for a malformed template."""
+    """Returns the tasks that lack a field of the template, for example because a cell of a CSV file is empty, each with
+    the reason. Tasks with messages need no template, so they are not returned. If all tasks lack a field, returns none,
+    because then the template is wrong. Raises ConfigError for a malformed template."""
     names = set(_names_in(template)) - {"question"}
     lacking = [(task, sorted(names - _fields_of(task).keys())) for task in tasks] if names else []
     rows = [(task, missing) for task, missing in lacking if missing and not task.messages]
@@ -152,8 +155,9 @@ def apply_template(template: str, tasks: Sequence[Task]) -> list[Task]:
 def in_conversation(
     tasks: Sequence[Task], *, system_prompt: str | None, examples: Sequence[Mapping[str, str]]
 ) -> list[Task]:
-    """Returns the tasks with the system's message and the solved `examples` (`prompt` and `answer`) before their own
-    messages. A text becomes the message of the user."""
+    """Returns the tasks with `system_prompt` and the solved `examples` (`prompt` and `answer`) as messages before their
+    own ones. A prompt that is a text becomes a message of the user. Raises DatasetError if a task has a system message
+    of its own besides `system_prompt`."""
     before: list[Message] = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     for example in examples:
         before.append({"role": "user", "content": example["prompt"]})
@@ -174,7 +178,7 @@ def in_conversation(
 
 def without_repeated(tasks: Sequence[Task]) -> tuple[list[Task], list[LeftOutRow]]:
     """Returns the tasks without those whose finished prompt, answer and metadata are equal to an earlier task's, and
-    the rows of the latter. A text and a single message of the user with this text are the same prompt."""
+    the rows of those that it leaves out. A text and a single message of the user with this text are the same prompt."""
     first_rows: dict[bytes, int] = {}
     kept, repeated = [], []
     for task in tasks:
@@ -189,15 +193,16 @@ def without_repeated(tasks: Sequence[Task]) -> tuple[list[Task], list[LeftOutRow
 
 
 def asked_in(task: Task, template: str) -> tuple[str, ...]:
-    """Returns the question of a task, and its other fields that `data.prompt_template` uses, without the white space
-    around them (see `compared`)."""
+    """Returns the question of a task, and its other fields that `data.prompt_template` uses. Tasks that are equal in
+    these count as the same question. White space around the texts does not count, as in `compared`."""
     names = {*_names_in(template)} - {"question"}
     return (task.question.strip(), *(str(task.metadata.get(name)).strip() for name in sorted(names)))
 
 
 def compared(task: Task) -> str:
-    """Returns the text by which a prompt that is held out is found among training prompts. Many chat templates remove
-    the white space around a message, so prompts that differ in nothing else are one for the model."""
+    """Returns the text by which a prompt that is held out is found among training prompts: its messages, without the
+    white space around them. Many chat templates remove this white space, so prompts that differ in nothing else are the
+    same for the model."""
     return "\n".join(f"{message['role']}: {message['content'].strip()}" for message in asked(task.input))
 
 
@@ -206,9 +211,10 @@ def split(
 ) -> tuple[list[Task], list[Task]]:
     """Splits tasks into (training, held-out) tasks, in the given order.
 
-    A hash of the question, and of the other fields that `template` uses, decides whether a task is held out. So every
-    seed and every draw make the same choice, and tasks with the same question and fields are on the same side. A
-    training task is left out if a held-out task has the same prompt: a template may turn two questions into one prompt.
+    A hash of the question, and of the other fields that `template` uses, decides whether a task is held out. So the
+    choice depends neither on a seed nor on the other tasks, and tasks with the same question and fields are on the same
+    side. A training task is left out if a held-out task has the same prompt: a template may turn two questions into one
+    prompt.
     """
     threshold = round(heldout_fraction * 2**64)
     train: list[Task] = []
@@ -224,7 +230,7 @@ def split(
 def mixture_pattern(weights: Sequence[int]) -> list[int]:
     """Returns a block of part numbers in which part i occurs as often as its weight says, spread evenly.
 
-    Each place goes to the part that is furthest behind its share (smooth weighted round-robin).
+    Each place of the block goes to the part that is furthest behind its share (smooth weighted round-robin).
 
     >>> mixture_pattern([3, 1])
     [0, 0, 1, 0]
@@ -256,11 +262,12 @@ class PromptSource:
     >>> cursor = source.state()             # goes into a checkpoint
     >>> PromptSource(tasks, seed=0, shuffle=True, epochs=None).restore(cursor)   # continues with the next task
 
-    With `weights` by the names of parts, it issues the parts' tasks in the pattern of `mixture_pattern`, each part in
-    its own order and epochs. It ends when one part has ended.
+    With `weights` by the names of parts (`data.mixture`), it issues the parts' tasks in the pattern of
+    `mixture_pattern`, each part in its own order and epochs. It ends when a part has finished its last epoch and would
+    be next.
 
-    `seed` is that of the run. A source stores only the lists and two numbers. An epoch's order is a keyed permutation,
-    computed for one position at a time.
+    `seed` is that of the run. A source stores no shuffled list: an epoch's order is a keyed permutation, computed for
+    one position at a time.
     """
 
     def __init__(
@@ -353,7 +360,8 @@ class PromptSource:
 
 
 def fingerprint(tasks: Sequence[Task]) -> str:
-    """Returns a hash of prompts, answers, metadata and parts in their order. Equal datasets have equal hashes."""
+    """Returns a hash of the tasks in their order: of prompts, answers, metadata and names of parts. Equal datasets have
+    equal hashes."""
     digest = xxhash.xxh3_64()
     for task in tasks:
         for data in (_whole(task), task.part.encode()):
@@ -362,7 +370,8 @@ def fingerprint(tasks: Sequence[Task]) -> str:
 
 
 def _mixed(data: str, weights: Mapping[str, int]) -> str:
-    """Returns a hash of a mixture: of its tasks' hash and its weights, which determine the order of the prompts."""
+    """Returns the hash of a mixture, from the hash `data` of its tasks and from its weights. Both determine the order
+    of the prompts."""
     return xxhash.xxh3_64_hexdigest(f"{data} {list(weights.items())}".encode())
 
 

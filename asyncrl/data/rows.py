@@ -21,13 +21,13 @@ from asyncrl.errors import ConfigError, DatasetError
 OnBadRow = Literal["refuse", "skip"]
 
 MAX_ROW_BYTES = 2**20
-"""Longest line of a dataset file. A longer line means a broken file, not a prompt."""
+"""Longest line of a file that `jsonl_rows` reads. A longer line means a broken file, not a prompt."""
 
 FIRST_ROWS = 100
 """Rows that are checked first. If all of them are bad, the dataset has another format, so it is refused."""
 
 READ = ("prompt", "messages", "answer")
-"""The names under which a row is read. `data.columns` maps them to the names in a dataset."""
+"""The keys of a row that are read. `data.columns` maps each of them to the name that it has in a dataset."""
 
 _RENAME = (
     ". Rows need a `prompt` (a text) or `messages` (a conversation), and an `answer`. If a dataset has other names, set"
@@ -95,9 +95,10 @@ def read_rows(
     answer unless the row has another one. `columns` has other names for these three, with dots between the names of
     nested objects. A null under one of these names is an absent key. All other keys become metadata.
 
-    A row is bad if it is `blank`, `not_an_object`, `missing_key`, `wrong_type` or `messages`. Raises DatasetError,
-    which names `source` and the row (from 1). A dataset whose first `FIRST_ROWS` rows are all bad is refused even if
-    `on_bad_row` is `skip`, because it has another format and all rows would be skipped.
+    A row is bad if it is a BadRow already, or for one of the reasons `blank`, `not_an_object`, `missing_key`,
+    `wrong_type` and `messages`. If `on_bad_row` is `refuse`, raises DatasetError for the first bad row, with `source`
+    and the row's number (from 1). If it is `skip`, bad rows are skipped. A dataset whose first `FIRST_ROWS` rows are
+    all bad is refused in both cases, because it has another format and all rows would be skipped.
     """
     tasks: list[Task] = []
     skipped: list[LeftOutRow] = []
@@ -137,7 +138,8 @@ def _task(row: Row, *, number: int, columns: Mapping[str, str | None]) -> Task |
 
 
 def _of_code(task: Task, *, number: int) -> Task:
-    """Returns a task that the user's code made, with what the code may leave out."""
+    """Checks the types of a task that the user's code made, and fills in what the code may leave out: the row's number,
+    and the texts of question and prompt if the task has messages only."""
     for name in ("question", "prompt", "answer"):
         if not isinstance(value := getattr(task, name), str):
             raise BadRow("wrong_type", f"has {name!r} of type {type(value).__name__}, not a string")
@@ -179,7 +181,8 @@ def _of_row(row: Mapping[str, Any], *, number: int, columns: Mapping[str, str | 
 def _value(row: Mapping[str, Any], key: str | None) -> Any:
     """Returns the value of a key, which may lead into nested objects (`reward_model.ground_truth`), or `_ABSENT`.
 
-    A null is absent: concatenated datasets have the columns of all, with null in the rows of the others.
+    A null counts as absent: concatenated datasets have the columns of each of them, with null in the rows of those that
+    do not have the column.
     """
     if key is None:
         return _ABSENT
@@ -255,10 +258,12 @@ NO_ANSWER = "none"
 
 
 def columns_for(names: Sequence[str], *, prompt: str | None, answer: str | None, source: str) -> dict[str, str | None]:
-    """Returns `data.columns` for a dataset with the columns `names`. `prompt` and `answer` are the user's choices.
+    """Returns `data.columns` for a dataset with the columns `names`. `prompt` and `answer` are the user's choices, the
+    options --prompt and --answer. Without a choice, a column of `LIKELY` is taken.
 
-    A column that has the name that asyncrl reads needs no entry, and a conversation (`messages`) may end with its
-    answer. Raises ConfigError if a choice is not one of the columns, or if no column is likely.
+    A column that has the name that asyncrl reads needs no entry. A conversation (`messages`) needs no column of
+    answers, because it may end with its answer. Raises ConfigError if a choice is not one of the columns, or if no
+    column is likely.
 
     >>> columns_for(["id", "question", "solution"], prompt=None, answer=None, source="mine.csv")
     {'prompt': 'question', 'answer': 'solution'}

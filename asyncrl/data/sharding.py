@@ -26,8 +26,8 @@ class DynamicBatchingArgs(TypedDict):
     """Micro-batches of rows with similar lengths, padded to the longest row.
 
     Their width is rounded up to a multiple of `sequence_length_round`, so that few different shapes occur. `input_key`
-    names the column [B, S] whose width limits it. `input_lengths_key` names the column [B] of lengths (B rows, S
-    tokens).
+    names the column [B, S] whose width is the upper limit of this width. `input_lengths_key` names the column [B] of
+    lengths (B rows, S tokens).
     """
 
     max_tokens_per_microbatch: int
@@ -87,8 +87,8 @@ def plan_shards(
     """Cuts every chunk of `batch_size` rows (None: all rows) into one part for each shard, in the mode that the
     arguments name: contiguous parts, dynamic batching, or packing.
 
-    `lengths` and `width` return the column of lengths (tokens) and the width (tokens) of the column of tokens with a
-    name; they are called only if the mode needs them. With `allow_uneven_shards` the number of rows need not be a
+    `lengths(name)` returns the column of lengths (tokens), and `width(name)` the width (tokens) of the padded column of
+    token ids. They are called only if the mode needs them. With `allow_uneven_shards` the number of rows need not be a
     multiple of `shards`.
 
     Raises AssertionError for modes that exclude each other and for numbers that do not divide. Raises ValueError for a

@@ -1,8 +1,9 @@
 """The columns of batches by name: for generation, and for the stages of training.
 
-Shape letters: B rows, S tokens of the longest prompt, S' tokens of the longest prompt with its response, K tokens of
-the largest support (`generator.top_k`). Padding is on the right. Log-probs are float32 nats. Entry `c[b, i]` of a
-column belongs to token `input_ids[b, i]` given its prefix, so `logprobs[b, 0]` is 0.
+Shape letters: B rows, S tokens of the longest row, S' tokens of the longest prompt with its response, K tokens of the
+largest support. The support of a token is the tokens among which it was sampled (`generator.top_k`). Padding is on the
+right. Log-probs are float32 nats. Entry `c[b, i]` of a column belongs to token `input_ids[b, i]` given its prefix, so
+`logprobs[b, 0]` is 0.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,8 @@ NO_TOKEN = -1
 """Value of `support_ids` beyond the support of a token, and for prompt and padding tokens, which have no support."""
 
 BRANCH = "branch_ids"
-"""Column of the branches of episodes (`environment.max_branches`): the number of each token's branch in its row."""
+"""Column of the branches of episodes, with `environment.max_branches` above 1. A row then has several sequences of one
+episode, its branches, one after the other. The column has for each token the number of its branch."""
 NO_BRANCH = -1
 """Value of `branch_ids` for padding."""
 
@@ -29,7 +31,8 @@ EXTRA_FIELDS = (SUPPORT, BRANCH)
 """The columns of a finished group's rows that only some runs have (`Config.extra_columns`)."""
 
 GENERATED_FIELDS = ("input_ids", "input_lengths", "generation_logprobs", "weight_versions", "token_mask")
-"""The columns of a finished group's rows. Later columns of the same samples are stored under the same keys."""
+"""The columns of a finished group's rows. Columns that training adds later for these samples are stored under the same
+row keys."""
 
 LP_SEED_FIELDS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 """The columns that a log-prob stage reads."""

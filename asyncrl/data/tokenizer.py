@@ -14,15 +14,15 @@ Message = dict[str, str]
 
 ROLES = ("system", "user", "assistant")
 _MORE_CONTENT = ("tool_calls", "function_call", "tool_call_id", "tools", "images", "image", "videos", "audio")
-"""Keys of a message that chat templates write into the prompt, and asyncrl does not pass to them. Templates leave the
-reasoning of earlier turns out themselves."""
+"""Keys of a message that chat templates would write into the prompt, but which asyncrl does not pass to them. A message
+with one of them is refused. Reasoning is not among them, because templates leave out that of earlier turns anyway."""
 
 
 def checked_messages(value: Iterable[object]) -> tuple[Message, ...]:
-    """Returns a conversation that ends with a message of the assistant or of the user.
+    """Returns the messages of a conversation with their `role` and `content` only.
 
-    Raises ValueError, which says what is wrong: no message, another role, content that is not a text, or
-    content under further keys.
+    Raises ValueError, which says what is wrong: no message, another role, content that is not a text, content under
+    further keys, or a system message at the end.
     """
     messages = tuple(_checked(message, number) for number, message in enumerate(value, start=1))
     if not messages:
@@ -49,12 +49,12 @@ def _checked(message: object, number: int) -> Message:
 
 
 def asked(prompt: str | Sequence[Message]) -> list[Message]:
-    """Returns the messages of a prompt. A text is a message of the user."""
+    """Returns a prompt as messages. A text becomes one message of the user."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
 def as_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a conversation for people to read: the user's text alone, or all messages with their roles.
+    """Returns a conversation for people to read: the text of its only message, or all messages with their roles.
 
     >>> as_text([{"role": "user", "content": "2+2="}])
     '2+2='
@@ -74,13 +74,14 @@ EXAMPLE_TOOL: Mapping[str, Any] = {
     "type": "function",
     "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}},
 }
-"""Used instead of tools whose descriptions are not known yet."""
+"""Stands for tools whose descriptions are not known yet, when a chat template is checked before a run."""
 
 
 def load_tokenizer(model_path: str, *, chat: str = "auto", chat_options: Mapping[str, Any] = {}) -> Any:
     """Loads the model's tokenizer. `chat` is `data.chat`: `off` removes the chat template. `chat_options` are variables
     of the template. Local directories are read without a request to a hub. Raises RunError when there is no tokenizer,
-    and ConfigError when it does not have the template `chat`."""
+    and ConfigError when it does not have the template `chat`, or when its template leaves out messages that are texts.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -116,7 +117,8 @@ DEFAULT_TEMPLATE = "default"
 def chosen_template(
     found: str | Mapping[str, str] | None, *, chat: str, options: Mapping[str, Any]
 ) -> str | dict[str, str] | None:
-    """Returns what is used of a tokenizer's chat template, or of its templates by name, with the variables `options`.
+    """Returns the chat template to use, or several by name; None for no template. `found` is what the tokenizer has, a
+    template or several by name. Each returned template begins by setting the variables `options`.
 
     `chat` is `data.chat`. With `auto`, several templates stay: transformers then takes `tool_use` for conversations
     with tools if there is one, else `default`. Raises ConfigError if there is no template with the name `chat`, or no
@@ -164,11 +166,11 @@ def encode_prompt(tokenizer: Any, prompt: Input, *, tools: Tools = ()) -> list[i
 
 
 def encode_prompts(tokenizer: Any, prompts: Sequence[Input], *, tools: Tools = ()) -> list[list[int]]:
-    """Runs `encode_prompt` for each prompt, in one call, which takes a fast tokenizer half the time.
+    """Returns the token ids of each prompt. One call for many prompts takes a fast tokenizer half the time.
 
-    With a chat template, a text becomes the message of a user, and the template writes the `tools`. A token that begins
+    With a chat template, a text becomes the message of a user, and the template gets the `tools`. A token that begins
     sequences is left out at the beginning of a text if template or tokenizer write it too. Raises DatasetError for
-    messages without a template.
+    prompts of messages if the tokenizer has no template.
     """
     if not prompts:
         return []
@@ -207,7 +209,8 @@ def check_tools_written(tokenizer: Any, prompt: Input, *, tools: Tools, model: s
 
 
 def renamed(tools: Tools) -> list[dict[str, Any]]:
-    """Returns the tools with other names. If a chat template writes the same for both, it ignores tools."""
+    """Returns the tools with other names. A chat template that writes the same prompt with these as with `tools`
+    ignores tools."""
     return [{**tool, "function": {**tool["function"], "name": f"{tool['function']['name']}_2"}} for tool in tools]
 
 

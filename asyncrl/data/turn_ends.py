@@ -12,8 +12,8 @@ from asyncrl.data.light_tokenizer import cached_files
 REFUSALS = (TemplateError, AttributeError, KeyError, TypeError, ValueError)
 """Errors of chat templates that cannot write a conversation."""
 CONTENTS = ("b", "d")
-"""Two contents of a turn. The common end of the renderings with both contents is the text that follows the turn.
-"""
+"""Two example texts of a turn. A template renders the turn with each of them. The common end of both renderings is what
+the template writes behind the text."""
 
 
 def engine_ends(tokenizer: Any) -> frozenset[int]:
@@ -32,7 +32,7 @@ def engine_ends(tokenizer: Any) -> frozenset[int]:
 def template_end(tokenizer: Any) -> int | None:
     """Returns the control token with which the chat template ends an answer that another message follows: the first of
     `engine_ends` behind the answer's text, otherwise the first control token there. None if there is none before the
-    text of the next message, without a template, and for a template that cannot write texts."""
+    text of the next message, without a template, and for a template that refuses or leaves out such messages."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     try:
@@ -49,7 +49,8 @@ def template_end(tokenizer: Any) -> int | None:
 
 def further_end(tokenizer: Any) -> int | None:
     """Returns the token at which an engine must stop besides `engine_ends`, so that an answer ends where the chat
-    template ends it; None if it ends the last answer of a conversation with one of these tokens already.
+    template ends it. This is `template_end`. Returns None if there is no such token, if it is one of `engine_ends`, or
+    if the template ends the last answer of a conversation with one of `engine_ends`.
 
     Base models often have a template whose end, such as `<|im_end|>`, is not their `eos_token`.
     """
@@ -70,13 +71,15 @@ def generation_prompt(tokenizer: Any) -> str:
     except REFUSALS:
         return ""
     shared = len(common_prefix(begun, ended))
-    if not control_ids(tokenizer).issuperset(ended[shared:]):  # some templates write `eos_token` without an answer
+    # some templates write `eos_token` behind the last message if no answer is to follow
+    if not control_ids(tokenizer).issuperset(ended[shared:]):
         return ""
     return str(tokenizer.decode(begun[shared:], skip_special_tokens=False))
 
 
 def note_on_ends(tokenizer: Any) -> str | None:
-    """Returns a line about `further_end`; None if there is none."""
+    """Returns a line for the start of a run if the chat template ends an answer with another token than the model's own
+    end (`further_end`); otherwise None."""
     end = further_end(tokenizer)
     if end is None:
         return None
@@ -88,13 +91,15 @@ def note_on_ends(tokenizer: Any) -> str | None:
 
 
 def control_ids(tokenizer: Any) -> frozenset[int]:
-    """Returns the ids of the tokens that are not learned from text, such as those that begin and end messages."""
+    """Returns the ids of the tokens that were added to the vocabulary by hand and not learned from text, such as those
+    that begin and end messages."""
     return frozenset(tokenizer.added_tokens_decoder) | frozenset(tokenizer.all_special_ids)
 
 
 def behind_turn(render: Callable[[Sequence[Mapping[str, Any]]], list[int]], after: Sequence[Any]) -> list[int]:
-    """Returns the tokens behind the text of a model's answer that the messages `after` follow. Raises ValueError if the
-    template leaves texts out, as some templates for images do."""
+    """Returns all tokens that a template writes behind the text of a model's answer, if the messages `after` follow it.
+    `render` returns the tokens of a conversation. Raises ValueError if the template leaves texts out, as some templates
+    for images do."""
     one, other = (render([_user("a"), {"role": "assistant", "content": text}, *after]) for text in CONTENTS)
     if one == other:
         raise ValueError("the template does not write the text of an answer")
@@ -102,13 +107,13 @@ def behind_turn(render: Callable[[Sequence[Mapping[str, Any]]], list[int]], afte
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    """Returns the tokens with which both begin."""
+    """Returns the tokens with which both sequences begin."""
     length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     return list(one[:length])
 
 
 def common_suffix(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    """Returns the tokens with which both end."""
+    """Returns the tokens with which both sequences end."""
     return common_prefix(one[::-1], other[::-1])[::-1]
 
 

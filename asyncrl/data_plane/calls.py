@@ -23,7 +23,7 @@ P = ParamSpec("P")
 Answer = TypeVar("Answer")
 
 PAUSE_S = 0.2
-"""Longest pause before the first repetition of a call that was late, seconds. It doubles with each further one."""
+"""Longest pause before the first repetition of a late call, seconds. It doubles with each further repetition."""
 LONGEST_PAUSE_S = 5.0
 
 
@@ -45,8 +45,8 @@ def start(actor: Any, method: Callable[Concatenate[Any, P], Any], *arguments: P.
 def named_actor(name: str, *, namespace: str) -> Any:
     """Returns the handle of the actor of this name; None if there is none.
 
-    Ray removes the classes of a job with the job's last actor. If this happens between two reads of `ray.get_actor`,
-    it fails with an AssertionError (Ray 2.60, `_load_actor_class_from_gcs`): the actor has just ended.
+    Ray removes the classes of a job with the job's last actor. If this happens while `ray.get_actor` runs, the function
+    fails with an AssertionError (Ray 2.60, `_load_actor_class_from_gcs`): the actor has just ended.
     """
     try:
         return ray.get_actor(name, namespace=namespace)
@@ -118,7 +118,8 @@ async def patiently(
 
 
 def patiently_in_thread(call: Callable[[], Answer], *, patience_s: float, first_pause_s: float = PAUSE_S) -> Answer:
-    """Works like `patiently`, and blocks the thread."""
+    """Returns the answer of the blocking `call`, which is repeated after each CallTimeout as by `patiently`. Blocks the
+    thread meanwhile."""
     patience = _Patience(patience_s, first_pause_s)
     while True:
         try:
@@ -186,9 +187,9 @@ def answers(refs: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
 def has_process(handle: Any) -> bool:
     """Returns whether Ray has placed an actor: a process runs its constructor, or has run it.
 
-    Ray answers no call of an actor before its constructor has returned, so a call that is late may mean both. The
-    table of actors has the address of the process as soon as Ray has room for it (seen with Ray 2.60). Ray's public
-    form of the table, `ray.util.state`, needs its dashboard, which a run does not start.
+    Ray answers no call of an actor before its constructor has returned. So a late call does not show whether Ray has
+    placed the actor. The table of actors has the address of the process as soon as Ray has room for it (seen with Ray
+    2.60). Ray's public form of the table, `ray.util.state`, needs its dashboard, which a run does not start.
     """
     found = ray._private.state.actors(handle._actor_id.hex())
     return bool(found.get("Pid"))

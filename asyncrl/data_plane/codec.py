@@ -71,7 +71,7 @@ class Column:
         return Column(values=values, dtype=self.dtype, ends=np.cumsum(tokens))
 
     def spans(self, rows: npt.NDArray[np.int64]) -> Spans:
-        """Returns the spans of these rows."""
+        """Returns for each of these rows the place of its first token in `values`, and the number of its tokens."""
         assert self.ends is not None
         starts = np.where(rows > 0, self.ends[rows - 1], 0)
         return starts, self.ends[rows] - starts
@@ -94,8 +94,8 @@ class Picked(NamedTuple):
     rows: Sequence[int]
 
     def spans(self, limits_B: npt.NDArray[np.int64] | None) -> Spans:
-        """Returns the spans of the rows. A row has at most `limits_B` tokens, and none if the column is not per
-        token."""
+        """Returns for each row the place of its first token in the column, and the number of its tokens: at most its
+        entry in `limits_B`. In a column that is not per token, it returns the row's index and 0 tokens."""
         rows = np.array(self.rows, dtype=np.int64)
         if self.column.ends is None:
             return rows, np.zeros_like(rows)
@@ -150,7 +150,7 @@ def decode(
 
     A row's tokens end at its entry in `lengths`, if there is one; tokens beyond it are treated as padding. Per-token
     columns are right-padded to `width`, or to the longest row of all of them. Raises ValueError for a row longer than
-    `width`, and when the rows of a field differ in dtype or kind.
+    `width`, and when the rows of a field differ in dtype, or when only some of them are per token.
     """
     limits_B = None if lengths is None else np.array([_ANY if n is None else n for n in lengths], dtype=np.int64)
     spans = {name: [part.spans(limits_B) for part in parts] for name, parts in fields.items()}
@@ -387,8 +387,8 @@ def pack_jagged_fields(
 
     Per-token columns are the tensors [B, S, …] named in `token_aligned_fields`, or all tensors of two or more
     dimensions if it is None. They are cut to `lengths` [B] and detached. Other tensors, jagged columns, lists and
-    arrays of objects stay unchanged. Without `lengths` all columns do. Raises TypeError for a column of another type,
-    ValueError when the lengths do not fit.
+    arrays of objects stay unchanged. Without `lengths`, no column is made jagged. Raises TypeError for a column of
+    another type, ValueError when the lengths do not fit.
     """
     packed: dict[str, Any] = {}
     for name, given in fields.items():
@@ -411,8 +411,8 @@ def materialize(
     """Builds the batch of jagged columns, from a mapping or a TensorDict such as the result of `pack_jagged_fields`.
 
     Jagged columns [B, S_i, …] are right-padded to their longest row. Then these and the plain tensors [B, S, …] are
-    padded to `pad_to_seqlen` if that is longer. The pad value is 0, −1 in `weight_versions`, or the field's entry in
-    `pad_value_dict`. With the layout "jagged" nothing is padded. Columns of objects become lists. Raises ValueError for
+    padded to `pad_to_seqlen` if that is longer. The pad value is the field's entry in `pad_value_dict` or `PAD_VALUES`,
+    else 0. With the layout "jagged" nothing is padded. Columns of objects become lists. Raises ValueError for
     another layout.
     """
     if layout not in ("padded", "jagged"):

@@ -43,8 +43,9 @@ class KVBatchMeta:
     """Names rows of one partition. Every method except `stamp_tags` returns a copy that shares nothing with this one.
 
     `sequence_lengths` (tokens) and `tags` (a dict of scalars) have one entry for each of `sample_ids`; otherwise
-    ValueError is raised. `extra_info` describes the whole batch. The stamped width covers every row, also after
-    `concat`. The cut into micro-batches (`CUT_KEYS`) is kept only while the rows and their order stay the same.
+    ValueError is raised. `extra_info` describes the whole batch. Its width `PAD_SEQLEN`, if it is stamped, is at least
+    the length of every row, also after `concat`. The cut into micro-batches (`CUT_KEYS`) is kept only while the rows
+    and their order stay the same.
     """
 
     partition_id: str
@@ -90,10 +91,10 @@ class KVBatchMeta:
     def concat(self, *others: KVBatchMeta) -> Self:
         """Returns these rows followed by the rows of `others`. Raises ValueError unless all are in one partition.
 
-        Lengths and tags become None if an input lacks them. `fields` are the fields of all inputs, or None if an input
-        names none. If an input has a stamped width, the result has the largest stamp or the longest row, whichever is
-        larger. It has no stamp if an input has neither a stamp nor lengths. Any other entry of `extra_info` is dropped
-        if two inputs contradict each other.
+        Lengths and tags become None if an input lacks them. `fields` are the fields that every input names, or None if
+        an input has None. If an input has a stamped width (`PAD_SEQLEN`), the result has the largest stamp or the
+        longest row, whichever is larger. It has no stamp if an input has neither a stamp nor lengths. Any other entry
+        of `extra_info` is dropped if two inputs contradict each other.
         """
         sides: list[KVBatchMeta] = [self, *others]
         partitions = sorted({side.partition_id for side in sides})
@@ -150,7 +151,8 @@ class KVBatchMeta:
 
 
 def _joint_stamp(sides: Sequence[KVBatchMeta]) -> dict[str, int]:
-    """Returns the joint width of all sides as an entry of `extra_info`; no entry if it is unknown."""
+    """Returns the entry `PAD_SEQLEN` of `extra_info` with a width that covers the rows of all `sides`. Returns an empty
+    dict if no side has a stamped width, or if the length of any side's rows is unknown."""
     stamps = [side.extra_info[PAD_SEQLEN] for side in sides if PAD_SEQLEN in side.extra_info]
     covered = all(not side.size or PAD_SEQLEN in side.extra_info or side.sequence_lengths is not None for side in sides)
     if not stamps or not covered:
@@ -159,7 +161,8 @@ def _joint_stamp(sides: Sequence[KVBatchMeta]) -> dict[str, int]:
 
 
 def _agreed(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the entries that no two of `infos` contradict, except the stamp and the cut, which depend on the rows."""
+    """Returns the entries that no two of `infos` contradict, without `PAD_SEQLEN` and `CUT_KEYS`, which depend on the
+    rows."""
     union: dict[str, Any] = {}
     for info in infos:
         union.update({key: info[key] for key in info if key not in union and key not in (PAD_SEQLEN, *CUT_KEYS)})
@@ -188,10 +191,11 @@ class DataPlaneClient(ABC):
         consumer_tasks: Sequence[str],
         grpo_group_size: int | None = None,
     ) -> None:
-        """Declares a partition. A repeated call adds fields and tasks and replaces the numbers; rows and cursors stay.
+        """Declares a partition. A repeated call adds fields and tasks and replaces the numbers. Rows stay, and so does
+        what each task has claimed.
 
-        `num_samples` is the number of rows of a round, see `check_consumption_status`. With `grpo_group_size`, claims
-        return whole groups of that many samples.
+        `num_samples` is the number of rows that must be put before `check_consumption_status` returns True. With
+        `grpo_group_size`, claims return complete groups of that many samples.
         """
 
     @abstractmethod
@@ -222,7 +226,7 @@ class DataPlaneClient(ABC):
     ) -> BatchedDataDict:
         """Returns these fields of these rows, in this order, right-padded to the longest row.
 
-        The pad value is 0, −1 in `weight_versions`, or the field's entry in `pad_value_dict`. Raises KeyError, which
+        The pad value is the field's entry in `pad_value_dict` or `codec.PAD_VALUES`, else 0. Raises KeyError, which
         names a missing row or field.
 
         This default calls `get_data`.
@@ -246,9 +250,9 @@ class DataPlaneClient(ABC):
 
         A claim also waits for a field that is not registered, because a put may register it.
 
-        All ranks share the task's cursor, so that a row goes to only one of them. `dp_rank` is stored in `extra_info`.
-        If there are fewer rows, a blocking claim waits, and raises TimeoutError with the number of ready rows after
-        `timeout_s`. A claim that does not block returns an empty meta. Both claim nothing in this case.
+        All ranks share the claims of the task, so that a row goes to only one rank. `dp_rank` is stored in
+        `extra_info`. If there are fewer rows, a blocking claim waits, and raises TimeoutError with the number of ready
+        rows after `timeout_s`. A claim that does not block returns an empty meta. Both claim nothing in this case.
         """
 
     @abstractmethod

@@ -1,10 +1,10 @@
 """The data plane on Ray's object store. It needs nothing beyond Ray.
 
-A put gives its rows to the row store of the writer's node, which owns them from then on. Groups share
-an object up to `OBJECT_BYTES`, because each object costs CPU time. Its memory is free when the last of its groups is
-cleared. Then the put enters the rows into the index (`row_store.py`). A read gets the places from the index and
-the references from the row stores, and fetches the objects in the reader's process. Bulk data passes through no third
-process.
+A put gives its rows to the row store of the writer's node, which owns them from then on. Groups share an object up to
+`OBJECT_BYTES`, because each object costs CPU time. The memory of an object is free when the last of its groups is
+cleared. After the row store has the rows, the put enters them into the index (`row_store.py`). A read gets the places
+from the index and the references from the row stores, and fetches the objects in the reader's process. Bulk data passes
+through no third process.
 
 Each put has its own key, so that a repeated put never overwrites bytes that another process reads. The index points to
 the last put that was entered. Objects that the index no longer points to are dropped. If the answer to a put is lost,
@@ -64,7 +64,8 @@ class ObjectStoreClient(PartitionedClient):
         return where
 
     def _put(self, store: str, objects: Mapping[str, Mapping[str, WireColumn]]) -> None:
-        """Stores the objects. If the store has died since its last use, starts a new one, once."""
+        """Stores the objects in the row store. If the store has died since its last use, starts a new one and tries
+        once more."""
         try:
             put_objects(self._handle(store), objects, store=store, timeout_s=self._timeout_s)
         except ActorGone:
@@ -147,13 +148,14 @@ def put_objects(handle: Any, objects: Mapping[str, Mapping[str, WireColumn]], *,
     try:
         answer(start(handle, RowStore.put, objects), timeout_s=timeout_s, what=what)
     except TimeoutError:
-        # The store may still keep them. The index will not know them, so the store drops them after this put.
+        # The put may still be performed. The index will never name these objects, so the store drops them afterwards.
         start(handle, RowStore.clear, list(objects))
         raise
 
 
 def _objects(sample_ids: Sequence[str], columns: Mapping[str, Column]) -> list[list[int]]:
-    """Returns the rows of each object, in order. The rows of a group that follow each other are in one object."""
+    """Divides the rows of a put among objects of at most `OBJECT_BYTES`; a larger group has an object of its own.
+    Returns the indices of each object's rows, in order. Neighbouring rows of one group are in the same object."""
     none = np.zeros(len(sample_ids), dtype=np.int64)
     row_bytes: list[int] = sum((column.row_bytes for column in columns.values()), none).tolist()
     objects: list[list[int]] = [[]]

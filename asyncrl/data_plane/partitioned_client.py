@@ -34,13 +34,13 @@ class PartitionedClient(DataPlaneClient):
 
     @abstractmethod
     def _store(self, partition_id: str, sample_ids: Sequence[str], columns: Mapping[str, Column]) -> Sequence[StoredAt]:
-        """Stores the columns. Returns the place of each sample's rows."""
+        """Stores the columns. Returns for each sample where its row is stored."""
 
     @abstractmethod
     def _load(self, partition_id: str, sample_ids: Sequence[str], places: Mapping[str, Places]) -> PickedFields:
-        """Returns where the samples' rows are in the stored columns of each field.
+        """Fetches the stored columns at `places`. Returns them by field, with the rows of the samples in each column.
 
-        Raises RowsLost for rows that ended with their store, and KeyError for rows that were cleared.
+        Raises RowsLost for rows whose store has ended, and KeyError for rows that were cleared.
         """
 
     def register_partition(

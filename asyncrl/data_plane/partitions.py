@@ -93,8 +93,8 @@ class _Partition:
         return self.claims[task]
 
     def ready(self, task: str, fields: Sequence[str]) -> list[str]:
-        """Returns the samples with all these fields that the task may claim, oldest first. With a group size, groups
-        are whole, and come in the order in which they become complete."""
+        """Returns the samples with all these fields that the task may claim, oldest first. With a group size, returns
+        complete groups only, in the order of their last samples."""
         claimed, needed = self.claimed(task), set(fields)
         free = [name for name, row in self.rows.items() if row.where.keys() >= needed and name not in claimed]
         if self.group_size is None:
@@ -207,7 +207,8 @@ class Partitions:
     def clear(self, partition_id: str, sample_ids: Sequence[str] | None) -> list[str]:
         """Removes samples (None: all, and resets the count of rows). Returns the removed samples that had fields.
 
-        Removing all samples also makes the objects unused that a writer stored in a row store, but never produced.
+        Removing all samples also makes the objects unused that a writer stored in a row store, but never entered into
+        the index with `produce`.
         """
         partition = self._partition(partition_id)
         if sample_ids is None:

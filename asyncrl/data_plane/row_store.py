@@ -1,4 +1,5 @@
-"""Row stores: one for each node. A row store owns the bulk rows of the groups that were written on its node.
+"""Row stores, one for each node, and the index of the rows. A row store owns the rows of the groups that were written
+on its node.
 
 A Ray object dies with the process that put it. To keep finished groups when their generator is killed, the row store
 puts the values itself. Keys begin with the name of the partition.
@@ -20,7 +21,7 @@ STORE_PREFIX = "rows-"
 
 
 class RowStore:
-    """Body of the row-store actor. `keep` gives rows to Ray and returns the reference."""
+    """The row-store actor. `keep` puts rows into Ray's object store and returns the reference."""
 
     def __init__(self, keep: Callable[[Any], Any] = ray.put) -> None:
         self._keep = keep
@@ -55,8 +56,8 @@ def ensure_row_store(*, namespace: str) -> str:
 
 # The index of a run's data plane: one small actor with `Partitions`, and a process's access to it (`Index`).
 #
-# Rows do not pass through the actor. It also tells the row stores to drop unused objects. The actor does both, because
-# a client could die between the two and leave rows behind.
+# Rows do not pass through the actor. It also tells the row stores to drop the objects that become unused. The clients
+# do not, because a client could die after the change of the index, and leave the objects behind.
 
 PARTITIONS = "partitions"
 """Name of the actor in the run's namespace."""
@@ -66,7 +67,7 @@ R = TypeVar("R")
 
 
 class PartitionActor:
-    """Body of the actor. `find` returns the handle of a row store, or None for one that has ended."""
+    """The actor that holds the index. `find` returns the handle of a row store, or None for one that has ended."""
 
     def __init__(self, namespace: str, find: Callable[..., Any] = named_actor) -> None:
         self._namespace = namespace

@@ -28,7 +28,8 @@ TRAIN_PARTITION = "train"
 PREFIX_PARTITION = "prefixes"
 """Name of the partition with the partial generations of groups that are not finished."""
 PADDED_TOKENS = 2**16
-"""Groups with fewer tokens are stored together however they differ in width, because a put takes several calls."""
+"""Groups with at most this many tokens together, padding included, are stored in one put even if their widths differ
+much, because each put takes several calls."""
 PADDING = 1.1
 
 
@@ -76,7 +77,7 @@ class Rows:
         with _OPENING:
             if self._client is None:
                 client = open_client(self._config)
-                if self._partition != TRAIN_PARTITION:  # the policy registers that one, with its tasks
+                if self._partition != TRAIN_PARTITION:  # the policy registers the training partition
                     client.register_partition(self._partition, [], self._config.learner.group_size, [])
                 self._client = client
         return self._client
@@ -135,8 +136,8 @@ class Rows:
 
 
 def _alike(rows_by_key: Mapping[str, BatchedDataDict]) -> Iterator[list[str]]:
-    """Yields the keys of groups to store together. They are padded to the widest one, so a batch of more than
-    `PADDED_TOKENS` has at most `PADDING` times as many tokens as its groups."""
+    """Yields the keys of groups to store together. They are padded to the widest group. A batch of more than
+    `PADDED_TOKENS` tokens, padding included, has at most `PADDING` times as many tokens as its groups."""
     keys: list[str] = []
     samples = tokens = 0
     for key in sorted(rows_by_key, key=lambda key: rows_by_key[key]["input_ids"].shape[1]):

@@ -58,7 +58,7 @@ def shard_meta_for_dp(
 def _shard(meta: KVBatchMeta, plan: ShardPlan) -> KVBatchMeta:
     shard = meta.subset(plan.rows)
     for key in CUT_KEYS:
-        shard.extra_info.pop(key, None)  # the rows may have been divided before, and still have the plan of that
+        shard.extra_info.pop(key, None)  # the meta may be a shard of an earlier cut, and still have its plan
 
     shard.extra_info["elem_counts_per_gb"] = list(plan.rows_per_chunk)
     if plan.micro_batch_indices is not None:

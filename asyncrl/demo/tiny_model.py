@@ -42,7 +42,7 @@ from asyncrl.gateway.rendering import Renderer
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = "\n" + "".join(chr(code) for code in range(0x20, 0x7F))
 
-_REPLACED = "replaced"  # key in `tiny.json` of a description: the fingerprint of the model that was there before
+_REPLACED = "replaced"  # key in `tiny.json` of a model without weights: the fingerprint of the model that it replaced
 _RECIPE_REVISION = 3  # increase it if a change of the code below gives other weights for an equal `model.tiny`
 _REPORT_EVERY_STEPS = 25
 _JUDGED_EXAMPLES = 128
@@ -64,8 +64,8 @@ def ensure_model(
     The model is built again if its recipe or its training tasks have changed. A directory that this module did not
     write is used as it is. Without `model.tiny`, the path is returned unchanged, because it may be a hub id. `tasks` is
     the result of `build_tasks`, if the caller already has it. `model.max_length` (tokens) is the limit for prompt,
-    answer and end-of-sequence token together. Raises DatasetError for a task that is longer or has characters outside
-    of printable ASCII.
+    answer and end-of-sequence token together. Raises DatasetError for a task that is longer, and, without
+    `model.tiny.chat`, for one with characters other than printable ASCII and newlines.
     """
     section, path, max_length = config.model.tiny, Path(config.model.path), config.model.max_length
     if section is None or _is_foreign(path):
@@ -145,7 +145,8 @@ def _described(section: TinyModelSection, *, max_length: int) -> tuple[PreTraine
 def recipe_fingerprint(
     section: TinyModelSection, *, tasks: Sequence[Task], max_length: int, shown: Sequence[Demonstration] = ()
 ) -> str:
-    """Returns a hash of everything that determines the weights."""
+    """Returns a hash of everything that determines the weights of a tiny model. If it is equal to the one in
+    `tiny.json`, the model is not built again."""
     of_shown = [msgspec.json.encode(each).decode() for each in shown]
     return _hash(
         [
@@ -325,7 +326,8 @@ def _is_foreign(path: Path) -> bool:
 
 
 def _recipe_of(path: Path) -> dict[str, str]:
-    """Returns the recipe from which the directory was built. It is empty if the file is missing or cannot be read."""
+    """Returns the content of `tiny.json` in the directory: the hashes of the recipe from which the model was built. It
+    is empty if the file is missing or cannot be read."""
     try:
         recipe = json.loads((path / TINY_RECIPE).read_text())
     except (OSError, ValueError):

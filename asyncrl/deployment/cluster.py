@@ -5,14 +5,14 @@ Every placement has a deadline, because on a cluster without room Ray waits fore
 Every process that can connect to a Ray cluster can run code on it. So a cluster that this process starts listens only
 on this machine and requires a token.
 
-`ray.init` starts the cluster. Meanwhile this module changes two constants and three methods of Ray, because Ray has no
-public way to the same cluster (Ray 2.60):
+`ray.init` starts the cluster. Meanwhile this module changes two constants and three methods of Ray, because neither
+public way gives such a cluster (Ray 2.60):
 
-- `ray start --block` takes 11 s instead of 5 s on two busy cores. It always starts the API server at port 8265 and the
-  client server at port 10001, so a machine has room for one. It also notes its address where other programs look for
-  `auto`, and a driver still cannot join it at 127.0.0.1.
-- Ray reads the variables of the environment that set the two constants when it is imported. A program with a loop of
-  its own may have imported Ray before it calls `start_local`.
+- The command `ray start --block` takes 11 s instead of 5 s on two busy cores. It always starts the API server at port
+  8265 and the client server at port 10001, so a machine has room for one. It also writes its address to the file in
+  which other programs look for `auto`, and a driver still cannot join it at 127.0.0.1.
+- Environment variables can set the two constants, but Ray reads them when it is imported. A program with a loop of its
+  own may have imported Ray before it calls `start_local`.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ def start_local(config: Config, *, generators: int = 1, command: str = "up") -> 
 
 
 def start(config: Config, *, generators: int = 1, command: str = "up") -> LocalRay:
-    """Starts the cluster of `start_local`."""
+    """Starts a local Ray cluster, as `start_local` describes. Returns its address and the folder of its session."""
     if problems := temporary_folder_problems(vllm=False):
         raise RunError("\n".join(map(str, problems)))
     require_token()
@@ -175,8 +175,8 @@ def start_node(start: Callable[[], Started]) -> Started:
                     f"Ray did not start ({type(error).__name__}: {reason}); the logs of its processes are in "
                     f"{ray_folder()[0] / 'ray' / 'session_latest' / 'logs'}"
                 ) from error
-            # Ray ends its processes only when this process ends.
-            # In a notebook, other threads of the caller may start processes at the same time.
+            # Ray would end the processes of the failed attempt only when this process ends. In a notebook, other
+            # threads of the caller may start processes at the same time, so only those of Ray are killed.
             for process in set(psutil.Process().children(recursive=True)) - set(before):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if _is_of_ray(process):
@@ -337,7 +337,7 @@ os.register_at_fork(after_in_child=_leave_session)
 def _children_in_sessions_of_their_own() -> Iterator[None]:
     """Starts the child processes of the block in their own sessions.
 
-    A signal to our process group would otherwise end Ray's daemons, and without them a clean end is not possible. Ray
+    A signal to our process group would otherwise end Ray's daemons too, and without them a run cannot end cleanly. Ray
     has no option for this, and this process cannot leave its group meanwhile, because it may lead its session. Ray
     starts its daemons with a `preexec_fn`, so Python runs the function that is registered at fork. The daemons still
     die with this process, because Ray sets PR_SET_PDEATHSIG.
@@ -351,9 +351,9 @@ def _children_in_sessions_of_their_own() -> Iterator[None]:
 
 
 def without_unused_daemons() -> contextlib.AbstractContextManager[None]:
-    """Ray starts no dashboard, no autoscaler and no log monitor in the block.
+    """Keeps Ray from starting its dashboard, its autoscaler and its log monitor in the block.
 
-    Ray also starts them without a dashboard, autoscaling and logs at the driver, and has no option for it. They take
+    Ray starts these daemons even if its options turn the dashboard, autoscaling and logs at the driver off. They take
     1.8 s of CPU time at each start, and the end of Ray waits 1 s for the dashboard.
     """
     return _changed(Node, **dict.fromkeys(_UNUSED_DAEMONS, _start_nothing))

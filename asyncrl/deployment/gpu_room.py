@@ -39,7 +39,8 @@ def gpu_share(config: Config, place: str) -> float:
 
 def kv_cache(config: Config, own: Sequence[ParameterSpec], *, gpu_bytes: float) -> KvCache | None:
     """Estimates the KV cache of an engine on GPUs of `gpu_bytes` each. None for an engine on CPUs, and for models whose
-    layers do not name their keys and values apart. `own` are the model's parameters, none of them twice."""
+    projections of keys and values are not parameters of their own (`k_proj`, `v_proj`). `own` has the model's
+    parameters without those that are tied to another one."""
     generator = config.generator
     per_token = sum(spec.nbytes / math.prod(spec.shape[1:]) for spec in own if spec.name.endswith(_KEYS_AND_VALUES))
     if not generator.gpus or not per_token:
@@ -63,7 +64,8 @@ def gpu_pools(config: Config) -> dict[str, tuple[int, float]]:
 
 
 def room_problems(config: Config, cache: KvCache | None, *, gpus_per_node: int) -> Iterator[str]:
-    """Yields what the GPUs have no room for, without the sums of each GPU."""
+    """Yields two problems: a KV cache that is smaller than one sequence, and more GPUs than a single node has.
+    `memory_plan` compares the memory that each GPU needs with the memory that it has."""
     if cache is not None and cache.sequences < 1:
         yield (
             f"a {ENGINE_GPU} has about {cache.nbytes / GIB:.1f} GiB for its KV cache, which is less than a sequence of "
@@ -84,7 +86,8 @@ def described_pools(config: Config) -> str:
 
 
 def advice(config: Config, place: str) -> str:
-    """Returns what the user can change if the memory at `place` is too small: only what is not set yet."""
+    """Returns what the user can change if the memory at `place` is too small. Options that are on already are left
+    out."""
     learner, generator = config.learner, config.generator
     if place == ENGINE_GPU:
         return "raise generator.gpu_memory_utilization or generator.tensor_parallel_size, or use a smaller model"

@@ -27,8 +27,8 @@ from asyncrl.learner.records import DataRecord
 
 class Prompts(NamedTuple):
     """The tasks of a run: for training, held out for evaluation, and those of the named held-out sets (`eval.sets`).
-    `left_out` has the rows of their datasets that are none of these. `tools` has the descriptions of tools in the
-    prompts, by the name of the part (`prompt_tools`)."""
+    `left_out` has the rows of the datasets that the run does not use. `tools` has the descriptions of tools in the
+    prompts. The keys of both are the names of the mixture's parts and of the held-out sets."""
 
     train: Sequence[Task]
     heldout: Sequence[Task]
@@ -49,7 +49,8 @@ def data_record(prompts: Prompts, *, hidden_tags: Sequence[str] = ()) -> DataRec
 
 
 def tags_of_rewards(config: Config, tokenizer: Any) -> tuple[str, ...]:
-    """Returns the tags that the text of an answer never has, if a reward of the run may look for tags."""
+    """Returns the tags, such as `<think>`, that the text of an answer never has (`hidden_tags`), although a reward of
+    the run may look for them; none if no reward looks for tags."""
     kinds = [part.environment.special_tokens for part in part_configs(config).values() if _may_read_tags(part)]
     return tuple(dict.fromkeys(tag for kind in kinds for tag in hidden_tags(tokenizer, special_tokens=kind)))
 
@@ -71,7 +72,8 @@ def lines_on_data(record: DataRecord, prompts: Prompts, *, config: Config, token
 
 
 def _may_read_tags(config: Config) -> bool:
-    """Returns whether a reward is the user's own code or a regular expression."""
+    """Returns whether a reward may look for tags in answers: it is the user's own code or a regular expression, and the
+    prompts have no agents."""
     environment = config.environment
     if environment.plays_agents:
         return False
@@ -82,8 +84,8 @@ def _may_read_tags(config: Config) -> bool:
 class Inputs:
     """Loads the prompts and the model of a config, as tasks that several deployments of a process can await.
 
-    `loaded` are the prompts if the command has read them already. `report` prints a line about the demo model. The
-    block of `async with` ends with the tasks.
+    `loaded` are the prompts if the command has read them already. `report` prints lines about the building of a tiny
+    model (`model.tiny`). The end of the block of `async with` cancels the tasks.
     """
 
     def __init__(
@@ -101,12 +103,13 @@ class Inputs:
 
     @property
     def generator_model(self) -> "asyncio.Task[str]":
-        """Path of the model for the engines of this config: with an adapter they read the weights there."""
+        """Path of the model for the engines of this config. If an adapter is trained, engines load the weights of the
+        model from this path, so a tiny model is then built with its weights."""
         return self.engine_model if self._config.model.lora is None else self.learner_model
 
     @cached_property
     def learner_model(self) -> "asyncio.Task[str]":
-        """Path of the model with its weights, for ranks. The demo model is built from the first use on."""
+        """Path of the model with its weights, for ranks. A tiny model is built when this property is first read."""
         return asyncio.create_task(self._build_model(), name="learner model")
 
     async def __aenter__(self) -> "Inputs":
@@ -171,7 +174,7 @@ def fitting_prompts(prompts: Prompts, *, config: Config, model: str) -> Prompts:
     chat, options = config.data.chat, config.data.chat_options
     exact = cache(partial(load_tokenizer, model, chat=chat, chat_options=options))
     files = Path(model) if os.path.isdir(model) else cached_files(model)
-    # The real tokenizer needs transformers, whose import takes seconds in which other processes start.
+    # The real tokenizer needs transformers, whose import takes seconds. It is used only if the light one is not enough.
     tools = _shown_tools(prompts, config=config)
     any_tools = list(chain.from_iterable(tools.values()))
     light = None if files is None else light_tokenizer(files, chat=chat, chat_options=options, tools=any_tools)

@@ -76,7 +76,7 @@ def own_address(directory: Path, address: str, *, option: str = "") -> str:
     here = {cluster.address for cluster in own_clusters() if cluster.address.rpartition(":")[2] == port}
     if address == "auto" or address in here:
         return address
-    with contextlib.suppress(OSError, UnicodeError):  # it is not a host
+    with contextlib.suppress(OSError, UnicodeError):  # the host has no address
         names = {f"{found[4][0]}:{port}" for found in socket.getaddrinfo(host, None, socket.AF_INET)} if here else set()
         if same := names & here:
             return min(same)
@@ -186,7 +186,7 @@ def _lives(directory: Path, info: RunInfo) -> bool | None:
         return None
     if not psutil.pid_exists(info.pid):
         return False
-    with contextlib.suppress(OSError), opened(directory / "lock") as lock:  # fails if the run holds the lock
+    with contextlib.suppress(OSError), opened(directory / "lock") as lock:  # an OSError: the run holds it
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
     return True
@@ -229,7 +229,8 @@ def _last_sign_of_life(directory: Path, info: RunInfo) -> str:
 # a run that lives: no process holds the lock of the copy. So the session folder must be the user's and have a file with
 # the run's nonce and the id of the run's directory, which the run wrote there. The processes must be the user's, be
 # younger than the run, and run a program of Ray, vLLM or asyncrl, or be descendants of such a process. A file in
-# /dev/shm must be `removable`, be younger than the run, and not be mapped by another process of the user.
+# /dev/shm must be `removable`. If only run.json names it, it must also be younger than the run, and not be mapped by
+# another process of the user.
 
 EXIT_S = 10.0
 CLOCK_S = 2.0
@@ -335,7 +336,7 @@ def stray_processes() -> tuple[list[str], list[str]]:
     ray: dict[tuple[str, str], list[str]] = {}
     engines = []
     for process in _own_processes():
-        with contextlib.suppress(psutil.Error):  # it has just ended
+        with contextlib.suppress(psutil.Error):  # the process has just ended
             name = process.name()
             if name in RAY_DAEMONS:
                 ray.setdefault((process.cwd(), _starter(process)), []).append(_named(process))
@@ -345,7 +346,8 @@ def stray_processes() -> tuple[list[str], list[str]]:
 
 
 def _starter(process: psutil.Process) -> str:
-    """Returns the process that started `process`, and its start time. If it is gone, the start time of `process`."""
+    """Returns in words which process started `process`, and when that one was started. If it is gone, says when
+    `process` was started."""
     parent = process.parent()
     if parent is None or parent.pid == 1:
         return f"started {_start_of(process)} by a process that is gone"
@@ -363,13 +365,15 @@ def _named(process: psutil.Process) -> str:
 
 
 def _processes_of(directory: Path, info: RunInfo) -> list[psutil.Process]:
-    """Returns the processes that may be ended as remains of a run: the module's docstring has the conditions."""
+    """Returns the processes that may be ended as remains of a run. They are this user's, write their output into the
+    session folder of the run's Ray, and are younger than the run. They run a program of Ray, vLLM or asyncrl, or are
+    descendants of such a process."""
     folder = _session_of(directory, info)
     if folder is None:
         return []
     of_session = []
     for process in _own_processes():
-        with contextlib.suppress(psutil.Error):  # it has just ended
+        with contextlib.suppress(psutil.Error):  # the process has just ended
             writes_there = any(output.startswith(f"{folder}/") for output in _outputs(process))
             if writes_there and process.pid != os.getpid() and process.create_time() > _start_s(info) - CLOCK_S:
                 of_session.append(process)
@@ -408,7 +412,8 @@ def _is_of_a_run(process: psutil.Process) -> bool:
 
 
 def _files_of(info: RunInfo, processes: Sequence[psutil.Process]) -> set[str]:
-    """Returns the names in /dev/shm that may be removed as remains of a run with these processes."""
+    """Returns the names of the files in /dev/shm that may be removed as remains of a run: files that run.json names and
+    that no other process of this user maps, and files that the run's `processes` map."""
     named = {name for name in info.shared_memory if (path := removable(name)) and _is_younger(path, info)}
     used: set[str] = set()
     for process in _own_processes() if named else ():

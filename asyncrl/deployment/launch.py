@@ -1,8 +1,8 @@
 """The process of a run: its log, its signals, and the thread in which the run works while the main thread attends.
 
 The commands `up`, `learner`, `generator` and `head` use `run_until_done`, and `asyncrl.run` uses `attended_run`. In a
-command, the first SIGTERM, SIGINT or SIGHUP asks for a clean end. A second SIGTERM or SIGINT ends the process at once.
-run.json records the request at once.
+command, the first SIGTERM, SIGINT or SIGHUP asks for a clean end, and run.json records this request immediately. A
+second SIGTERM or SIGINT ends the process at once.
 
 If the run has not finished its first step, it ends within `run.shutdown_grace_s`. The start may hang, because a model
 may be built in a thread and some calls of Ray have no deadline. If the run has trained a step, it gets the time to
@@ -102,7 +102,7 @@ def run_until_done(
 
     def on_signal(number: int, _: FrameType | None) -> None:
         nonlocal first
-        signal.alarm(0)  # see `_take_sigterm_back`
+        signal.alarm(0)  # cancels the alarm with which Ray's handler would abort the process after 3 s
         if number != signal.SIGHUP:
             seen.append(number)
         if len(seen) > 1:
@@ -135,8 +135,9 @@ def run_until_done(
 def _take_sigterm_back() -> None:
     """Installs this process's handler of SIGTERM again. Does nothing outside of the main thread.
 
-    When another thread calls `ray.init`, Ray's C++ code installs a handler of which Python does not know. It calls
-    Python's, but also sets an alarm that aborts the process after 3 s, which `signal.alarm(0)` cancels.
+    When another thread calls `ray.init`, Ray's C++ code installs a handler of which Python does not know. Ray's handler
+    calls Python's, but also sets an alarm that aborts the process after 3 s. Our handlers cancel it by
+    `signal.alarm(0)`.
     """
     ours = signal.getsignal(signal.SIGTERM)
     if callable(ours) and threading.current_thread() is threading.main_thread():
@@ -215,7 +216,7 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    signal.alarm(0)  # see `_take_sigterm_back`
+    signal.alarm(0)  # cancels the alarm with which Ray's handler would abort the process after 3 s
     raise KeyboardInterrupt
 
 
@@ -227,9 +228,9 @@ def attended_run(
 ) -> tuple[Result | None, BaseException | None]:
     """Runs `training` in a thread of its own, and makes the queued calls in this thread until the training has ended.
 
-    Returns the result of `training`, and what interrupted this thread: an error of a call, or KeyboardInterrupt. The
-    training has then ended in order. Raises the error of the training. Raises a second KeyboardInterrupt without
-    waiting.
+    Returns the result of `training`, and what interrupted this thread: an error of a call, or KeyboardInterrupt. After
+    an interruption, first waits until the training has ended cleanly. Raises the error of the training. Raises a second
+    KeyboardInterrupt without waiting.
     """
     import ray
 

@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 class LearnerDeployment:
     """`run` trains the run and returns its summary, or None if the run was stopped before its first step.
 
-    `supervised` returns whether it is started again after an error that a restart may fix. The generators then stay.
-    `new_training` makes the training of the run.
+    `supervised` returns whether the learner's process is started again after an error that a restart may fix. The
+    generators then stay in the run. `new_training` makes the training of the run.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class LearnerDeployment:
             states=self._states,
         )
         self._failure = ""
-        """The error that ended the run; empty if it ended in order."""
+        """The error that ended the run; empty if it ended without one."""
         self._starts_again = False
         """Whether this deployment is started again after `_failure`, from a checkpoint."""
         self._ended_s = screen.started_s
@@ -111,7 +111,7 @@ class LearnerDeployment:
                 mends = error.restart_mends if isinstance(error, AsyncRLError) else isinstance(error, Exception)
                 self._starts_again = mends and self._supervised() and has_checkpoint(self._config)
                 if self._training.checkpoints is not None and self._log.steps:
-                    # now, because the ranks that hold the weights end with their stack
+                    # now, because the ranks have the weights, and end when the stack `ranks` closes
                     await self._training.checkpoints.rescue(self._log.trained_steps)
                 raise
 
@@ -178,7 +178,8 @@ class LearnerDeployment:
         return metrics
 
     def _restored(self) -> Restored | None:
-        """Returns what the buffer continues from; None for a new run."""
+        """Returns the buffer's snapshot in the checkpoint from which the run is resumed, with the run's lineage; None
+        for a new run."""
         if (resumed := self._run_dir.resumed) is None:
             return None
         return Restored(snapshot=read_snapshot(resumed.path), lineage=self._run_dir.lineage)
@@ -208,8 +209,8 @@ class LearnerDeployment:
         self._display.show()
         if self._failure:
             return
-        # A run that ended in order leaves Prometheus' target list, so that no alert fires. A failed run stays in the
-        # list: its targets then look dead, and alerts fire.
+        # A run that ended without an error is removed from Prometheus' target list, so that no alert fires. A failed
+        # run stays in the list: its targets then look dead, and alerts fire.
         self._targets.publish([])
         self._ended_s = time.monotonic()
         # A run that Prometheus scrapes serves some seconds longer, so that Prometheus gets the last values. A stopped
@@ -226,7 +227,8 @@ class LearnerDeployment:
         await leave_run(handles.coordinator, handles.deployment, namespace=self._config.run.name)
 
     async def _serve_end(self, server: MetricsServer, grace: "asyncio.Future[None]") -> None:
-        """Serves until the clients of the HTTP discovery have received the empty list, or until `grace` is done."""
+        """After a run without an error, keeps the metrics server alive until the clients of the HTTP discovery have
+        received the empty list of targets, or until `grace` is done."""
         if not self._failure:
             async with running(server.told(since_s=self._ended_s)) as told:
                 await asyncio.wait([told, grace], return_when=asyncio.FIRST_COMPLETED)
@@ -250,7 +252,8 @@ TARGETS_EVERY_S = 2.0
 
 
 class Targets:
-    """The endpoints of the run's processes and of Ray's nodes, and the number of cores of the run's machines.
+    """The endpoints from which Prometheus reads the metrics of the run's processes and of Ray's nodes, and the number
+    of cores of the run's machines.
 
     `ray_nodes` lists Ray's nodes.
     """

@@ -56,7 +56,8 @@ class LocalCluster:
 
 @contextlib.contextmanager
 def started_for(command: str, directory: Path) -> Iterator[None]:
-    """Marks the cluster that the block starts: `command` starts it for the run in `directory`."""
+    """Marks the cluster that the block starts, by the variable `STARTED_FOR` in its environment: `command` has started
+    it for the run in `directory`."""
     before = os.environ.get(STARTED_FOR)
     os.environ[STARTED_FOR] = f"{command} {directory.resolve()}"
     try:
@@ -75,7 +76,7 @@ def own_clusters() -> list[LocalCluster]:
         uids = process.info["uids"]
         if process.info["name"] != "raylet" or uids is None or uids.real != os.getuid():
             continue
-        with contextlib.suppress(psutil.Error):  # it has just ended
+        with contextlib.suppress(psutil.Error):  # the process has just ended
             address = _GCS_ADDRESS.search(" ".join(process.cmdline()))
             command, _, directory = process.environ().get(STARTED_FOR, "").partition(" ")
             folder, _, run = directory.rpartition("/")
@@ -86,8 +87,9 @@ def own_clusters() -> list[LocalCluster]:
 
 
 def noted_address() -> str | None:
-    """Returns the address that the last `ray start` wrote to Ray's folder, as in another container. None if there is no
-    such file, or if neither this user nor root has written it."""
+    """Returns the address that the last `ray start` wrote to Ray's folder. Its processes may be in another container,
+    where `own_clusters` does not see them. None if there is no such file, or if its owner is neither this user nor
+    root."""
     try:
         with opened(ray_folder()[0] / "ray" / _ADDRESS_FILE) as noted:
             mine = os.fstat(noted.fileno()).st_uid in (os.getuid(), 0)
@@ -136,8 +138,8 @@ def use_ray_token(*, own: bool = False) -> None:
     """Makes Ray use the user's token, if there is one. Call it before ray is imported.
 
     Ray uses the token by itself for the address `auto`, but not for other addresses. `own` is for a cluster that this
-    process starts. Its token is created if there is none. Ray would use it without this function too, but would print
-    a hint on how to turn tokens off.
+    process starts: its token need not exist yet, because `require_token` creates it. For such a cluster, Ray would turn
+    tokens on by itself, but would print a hint on how to turn them off.
     """
     known = any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     if own or known or (Path.home() / TOKEN).is_file():

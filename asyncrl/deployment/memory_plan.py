@@ -27,38 +27,39 @@ from asyncrl.weights.manifest import ParameterSpec, aligned
 from asyncrl.weights.publisher import MOST_BUCKETS
 
 MASTER_BYTES = 4
-"""Weights, gradients, and each of AdamW's two moments are float32."""
+"""Bytes of a number in the learner's weights, gradients, and each of AdamW's two moments: they are float32."""
 STORED_VERSIONS = 3
 """Versions of the weights that the store keeps: two, and the one that is being published."""
 STORED_WITH_DELTAS = 4
-"""The same with `weights.delta`, in sizes of a version: the chain of the oldest version is less than two, and the next
-two versions may both be sent whole."""
+"""Memory of the store with `weights.delta`, in sizes of a version: the oldest version, with the versions to which it is
+a delta, has less than two sizes, and the next two versions may both be sent whole."""
 FREED_VERSIONS = 1
 """Versions that the object store has freed and whose memory it keeps. Measured: 0 to 1.6."""
 KEPT_BY_RANKS = 0.75
 """Memory that a rank on a CPU has freed and keeps, as a share of what it uses. Measured: 0.65 and 0.87."""
 KEPT_BY_ENGINES = 1.2
-"""The same of an engine, as a share of its packed weights. Measured: 0.9 and 1.6."""
+"""Memory that an engine on a CPU has freed and keeps, as a share of its packed weights. Measured: 0.9 and 1.6."""
 STORED, PROCESS, PACKED = "versions in the object store", "process", "packed weights, live and new"
 KEPT = "freed memory that it keeps"
 _LAYER = re.compile(r".*?\.\d+\.")
 """Matches the beginning of the name of a layer's parameter."""
 OVER_OBJECT_STORE = ("object_store", "collective")
-"""Transports that put versions into the object store. With `collective`, only while a replica lacks bytes."""
+"""Transports that put versions into the object store. `collective` does so only while a replica lacks bytes."""
 EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "wte.weight", "embed_in.weight")
 """Ends of the names of embeddings and heads."""
 ENGINE_PROCESSES_BYTES = 1.0 * GIB
 """Memory of a replica's processes without weights and KV cache: Python, torch, vLLM and the rollout loop. Measured on
-CPUs, like the next one and that of Ray."""
+CPUs."""
 RANK_PROCESS_BYTES = 0.35 * GIB
-"""The same of a rank."""
+"""Memory of a rank's process without weights, gradients and activations. Measured on CPUs."""
 CUDA_BYTES = 1.0 * GIB
 """Memory of the host that a process needs more if it uses a GPU: CUDA's libraries and its context. An estimate."""
 RAY_BYTES = 0.97 * GIB
 """Ray's daemons, coordinator, stores and the command, without the object store. Measured: 0.93 to 0.99. While a run
 starts, Ray also has workers that import the code of ranks and replicas. Their memory counts as that of these."""
 PAUSE_S = 0.022
-"""Pause of an engine on a CPU, seconds, as measured with 95 million parameters. It exchanges pointers only."""
+"""Pause of an engine on a CPU for new weights, seconds, as measured with 95 million parameters. The engine only
+exchanges pointers to the weights in it."""
 COPIES_OF_A_SNAPSHOT = 1.7
 """Duration of a snapshot on a CPU, in copies of the bytes that the rank sends."""
 
@@ -272,7 +273,8 @@ def _replica_lines(
 
 
 def _sending(config: Config, sent: int) -> Iterator[tuple[str, float]]:
-    """Yields what a rank that sends `sent` bytes of weights keeps of them."""
+    """Yields the memory that a rank needs in order to publish weights, if it sends `sent` bytes of each version: a name
+    and a number of bytes for each use."""
     yield "two snapshots to publish", 2 * sent
     if config.weights.delta:
         yield "sent versions, for deltas", 2 * sent
@@ -281,7 +283,8 @@ def _sending(config: Config, sent: int) -> Iterator[tuple[str, float]]:
 
 
 def stored_versions(config: Config) -> int:
-    """Returns how many sizes of a version the object store needs."""
+    """Returns the memory that the object store needs, in sizes of a version, with freed versions whose memory it
+    keeps."""
     return FREED_VERSIONS + (STORED_WITH_DELTAS if config.weights.delta else STORED_VERSIONS)
 
 
@@ -303,7 +306,8 @@ def _shards(pool: LearnerSection | CriticSection) -> int:
 
 
 def _gradients(config: Config, pool: LearnerSection | CriticSection, own: Sequence[ParameterSpec], shard: int) -> int:
-    """Returns the number of gradients that a rank keeps at the end of its micro-batches."""
+    """Returns the number of elements of the gradients that a rank keeps between its micro-batches: of its own shard, or
+    of all parameters with `learner.gradient_sync: update`."""
     if pool.ranks > 1 and config.learner.gradient_sync == "update":
         return sum(math.prod(spec.shape) for spec in own)
     return shard
@@ -385,8 +389,9 @@ _ANY_MACHINE = Hardware(node_bytes=1e15, gpu_bytes=1e15, gpus_per_node=8, copy_s
 def gpu_numbers(
     config: Config, parameters: Sequence[ParameterSpec], *, gpus: int, gpu_gib: float, reference: bool
 ) -> GpuNumbers:
-    """Returns the first numbers whose plan fits, or the last ones that were tried. `config` says how both pools share
-    the GPUs, and how long a sequence may be: a pass has room for one. The learner gets at most half of several GPUs."""
+    """Returns the first of `_choices` with which a rank of the learner fits its GPU, or the last one if none fits.
+    `config` says whether both pools share GPUs, and how long a sequence may be: a micro-batch has room for at least
+    one. The learner gets at most half of several GPUs."""
     found = None
     for choice in _choices(gpus, longest=config.model.max_length):
         learner = config.learner.model_copy(update={"batching": "packed", **choice})
@@ -402,8 +407,8 @@ def gpu_numbers(
 
 
 def _choices(gpus: int, *, longest: int) -> Iterator[dict[str, Any]]:
-    """Yields what may be chosen, the fastest first: fewer ranks leave more GPUs to the engines, and without
-    checkpointing nothing is computed twice."""
+    """Yields settings of the learner for `gpus` GPUs to try, the fastest first: fewer ranks leave more GPUs to the
+    engines, and without activation checkpointing nothing is computed twice."""
     ranks = 1
     while ranks <= max(1, gpus // 2):
         for gradient_sync in ("update", "micro_batch") if ranks > 1 else ("update",):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from asyncrl.gateway.agent_rollouts import AgentRollouts
 
 LOADED = Version(1, 0)
-"""The name of the weights, which no learner has changed."""
+"""Version under which the engine records the evaluated weights. There is no run, so no learner has numbered them."""
 
 
 class AnsweredPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +50,9 @@ class SetResult(msgspec.Struct, frozen=True, kw_only=True):
     """The evaluation of a model on one held-out set.
 
     `prompts` is the number of prompts with a reward, `failed` that of the others. `reward_mean` is the mean over the
-    former, and `reward_stderr` its standard error over the prompts. `temperature` is 0 for greedy completions, of whose
-    tokens `non_greedy_tokens` were not the most probable ones. It must be 0, and is None for several samples.
+    former, and `reward_stderr` its standard error over the prompts. `temperature` is 0 for greedy completions.
+    `non_greedy_tokens` is the number of their tokens that are not the most probable ones. It must be 0, and is None for
+    several samples of a prompt.
     `pass_at` has the mean pass@k by k; a completion passes with a reward of at least `pass_reward`. `components` has
     the mean of each component of the reward, without its weight.
     """
@@ -151,7 +152,7 @@ async def evaluate_set(name: str, tasks: Sequence[Task], *, rollouts: Rollouts, 
             ) from None
 
     async def nowhere(failure: Failure) -> None:
-        """The result has the failure."""
+        """Does nothing with a failure, because the answers that `answers_of` returns contain it."""
 
     slots = config.generator.max_concurrent_groups * config.learner.group_size
     at_once = prompts_at_once(slots, share=1.0, samples=how.samples)

@@ -5,9 +5,9 @@
 - whose process or engine has died (`GeneratorActor.run` raises), or that the coordinator has quarantined,
 - or that is suspect, because it sends no heartbeats, and does not answer a call either,
 
-and starts it again, with a new actor. After a start that committed no group, it waits before the next one, twice as
-long each time. A replica that fails more often than `generator.max_restarts` times within an hour is given up, and so
-is one that the run refuses.
+and starts it again, with a new actor. After two starts in a row that committed no group, it waits before the next one,
+and twice as long after each further one. A replica that fails more often than `generator.max_restarts` times within an
+hour is given up, and so is one with an error with which every start would end, such as another tokenizer.
 
 If the first weights of a replica are wrong by the same difference in two starts, engine and learner do not compute the
 same model. Then the run ends, unless another replica generates.
@@ -89,7 +89,8 @@ class ReplicaActor:
         )
 
     async def placed(self) -> None:
-        """Waits until its process has imported its libraries. Raises PlacementError and RunError (`placed`)."""
+        """Waits until the actor's process has imported its libraries. Raises PlacementError if Ray has no room for it,
+        and RunError if the import takes too long."""
         generator = self._config.generator
         await placed(
             self.handle,
@@ -109,23 +110,24 @@ class ReplicaActor:
         return processes
 
     async def run(self) -> None:
-        """Generates until it is drained. Raises what `GeneratorActor.run` raises, and Ray's errors."""
+        """Runs the replica's rollout loop until the replica is drained. Raises the error that ends the loop, or Ray's
+        error if the process dies."""
         await self.handle.run.remote()
 
     async def check_alive(self, *, timeout_s: float) -> None:
-        """Raises RunError or TimeoutError if its process does not answer."""
+        """Raises RunError or TimeoutError if the actor's process does not answer."""
         await finished(self.handle.is_alive.remote(), timeout_s=timeout_s, what=f"asking {self._replica}")
 
     async def drain(self) -> None:
-        """Lets it start no new groups. `run` returns when those in flight are finished."""
+        """Makes the replica start no new groups. `run` returns when the groups in flight are finished."""
         await finished(self.handle.drain.remote(), timeout_s=EXIT_S, what=f"draining {self._replica}")
 
     async def shutdown(self) -> None:
-        """Ends its engine."""
+        """Ends the replica's engine."""
         await finished(self.handle.shutdown.remote(), timeout_s=EXIT_S, what=f"ending {self._replica}")
 
     def kill(self) -> None:
-        """Ends its process."""
+        """Kills the actor's process."""
         ray.kill(self.handle, no_restart=True)
 
 
@@ -144,16 +146,18 @@ class Replica:
         self.running: asyncio.Task[None] | None = None
         """The call of the actor that generates. None while the replica starts."""
         self.work: asyncio.Task[None] | None = None
-        """Starts the replica, or asks it whether it lives. None if neither is needed."""
+        """The task that starts or replaces the replica, or asks it whether it lives. None if nothing of this is
+        needed."""
         self.restarted_s: deque[float] = deque()
         self.samples = 0
         """Samples of all starts, by the last status."""
         self.samples_before = 0
         """Samples of the earlier starts."""
         self.error: BaseException | None = None
-        """Why the replica was lost for the last time."""
+        """The last error because of which the replica was started again or given up."""
         self.first_difference_nats: float | None = None
-        """By how much the log-probs of the first weights differed in the last start in which they did."""
+        """The last difference that ended a start of the replica: between the engine's and the learner's log-probs for
+        the first weights of the start."""
         self.fruitless = 0
         """Number of starts in a row that committed no group."""
 
@@ -180,7 +184,8 @@ class Replica:
 WINDOW_S = 3600.0
 """`generator.max_restarts` limits the restarts within this time, seconds."""
 BACK_OFF_S = 1.0
-"""Time before the second start in a row that follows a start without a committed group, seconds. It doubles."""
+"""Wait before the next start of a replica after two starts in a row that committed no group, seconds. It doubles with
+each further one."""
 LONGEST_BACK_OFF_S = 60.0
 EQUAL_DIFFERENCES = 0.01
 """Differences of log-probs in two starts of a replica are equal if they differ by at most this share: engines with
@@ -235,8 +240,8 @@ class ReplicaPool:
         """Begins to end, start, add and drain replicas, as the coordinator and the replicas themselves require.
 
         Raises ConfigError if engines compute other log-probs than the learner from the first weights on, and
-        GeneratorPoolExhausted if fewer than `generator.min_replicas` replicas generate, and none of the others
-        generates again within `generator.replace_timeout_s`.
+        GeneratorPoolExhausted if fewer than `generator.min_replicas` replicas generate, and the missing ones are given
+        up, or do not generate again within `generator.replace_timeout_s`.
         """
         for replica in [*self.replicas]:
             if replica.name in own.reports:
@@ -273,13 +278,14 @@ class ReplicaPool:
         replica.work = asyncio.create_task(work, name=f"supervision of {replica.name}")
 
     async def _ask(self, replica: Replica, view: ReplicaView) -> None:
-        """Replaces a silent replica if its process does not answer. A process that answers may only be late."""
+        """Replaces a silent replica if its process does not answer. If it answers, only its heartbeats are late, and
+        nothing is done."""
         timeout_s = self.config.buffer.heartbeat_timeout_s
         try:
             assert replica.process is not None
             await replica.process.check_alive(timeout_s=timeout_s)
         except (RunError, TimeoutError) as error:
-            if not replica.generates:  # it has ended meanwhile, and the next look finds the cause
+            if not replica.generates:  # its rollout loop has ended meanwhile; the next `_look_at` finds the cause
                 return
             silent = ActorGone(f"no heartbeat for {view.silent_s:.0f} s, and no answer of the process: {error}")
             await self._replace(replica, silent, cause=Cause.NO_HEARTBEATS)
@@ -306,7 +312,7 @@ class ReplicaPool:
                     await self.coordinator.call(Coordinator.leave, replica.actor)
                     await self.coordinator.call(Registry.gave_up, replica.name, f"{error}; {gives_up}")
             except (RunError, TimeoutError) as unheard:
-                logger.warning("the buffer did not hear that replica %s is lost: %s", replica.name, unheard)
+                logger.warning("the buffer did not get the report that replica %s is lost: %s", replica.name, unheard)
             await self._end_actor(replica, drain=False, answers=cause is not Cause.NO_HEARTBEATS)
             if gives_up:
                 if isinstance(error, FirstParityError) and not any(each.samples for each in self.replicas):
@@ -347,7 +353,8 @@ class ReplicaPool:
         return None
 
     async def _not_served(self, replica: Replica, error: FirstParityError) -> ConfigError:
-        """Returns the error that ends the run, with the family of the model."""
+        """Returns the error that ends the run because engines compute other log-probs than the learner. It names the
+        family of the model."""
         family = None
         with contextlib.suppress(OSError, ValueError):
             family = read_json(Path(await self.model_path) / "config.json").get("model_type")
@@ -449,14 +456,14 @@ class ReplicaPool:
         await replica.process.run()
 
     async def _end_and_leave(self, replica: Replica, *, grace_s: float | None = None) -> None:
-        """Ends a replica that is not started again. Ends its supervision first. Also removes a replica that had to be
-        killed from the run."""
+        """Ends a replica that is not started again. Ends its supervision first. At the end, removes the replica from
+        the run, because a replica that had to be killed has not left the run itself."""
         if replica.work is not None:
             await cancelled(replica.work)
         await self._end_actor(replica, grace_s=grace_s)
         if self.coordinator is None or not replica.start:
             return
-        with contextlib.suppress(RunError, TimeoutError):  # its tickets then expire
+        with contextlib.suppress(RunError, TimeoutError):  # if the call fails, the replica's tickets expire later
             async with asyncio.timeout(EXIT_S):
                 await self.coordinator.call(Coordinator.leave, replica.actor)
 
@@ -490,8 +497,8 @@ class ReplicaPool:
                 await asyncio.to_thread(reap, left, timeout_s=EXIT_S)
 
 
-# A generator deployment: starts the replicas and looks after them (`pool.py`) until the run ends, a signal asks it to
-# stop, or fewer than `generator.min_replicas` live.
+# A generator deployment: starts the replicas and looks after them (`ReplicaPool`) until the run ends, a signal asks it
+# to stop, or fewer than `generator.min_replicas` live.
 #
 # A stop is clean: replicas start no new groups, groups in flight are committed within the grace, and engines end. Files
 # that a killed engine left in /dev/shm are removed. A generator deployment never outlives the run.
@@ -601,8 +608,8 @@ class GeneratorDeployment:
             if status.state in (RunState.FINISHED, RunState.FAILED):
                 logger.info("the run is %s", status.state)
                 return
-            # A learner that closes the run evaluates and saves, and one that restores a checkpoint loads it, which may
-            # take longer. Before the first step, the learner may be started much later.
+            # A learner that closes the run evaluates and saves, and one that restores a checkpoint loads it. Both may
+            # take longer than the limit. Before the first step, the learner may be started much later.
             left = not status.learner_attached and status.version.step > 0
             may_stall = status.state is RunState.RUNNING or left
             if may_stall and status.quiet_s > self._config.run.stall_timeout_s:

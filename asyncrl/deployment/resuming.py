@@ -59,7 +59,7 @@ Record = TypeVar("Record", StepRecord, EvalRecord)
 
 
 class Resumed(NamedTuple):
-    """The checkpoint from which a run continues, and the run's description before."""
+    """The checkpoint from which a run continues, and the content of run.json before the run is resumed."""
 
     path: Path
     manifest: RunManifest
@@ -72,7 +72,7 @@ class Resumed(NamedTuple):
 
     @property
     def step(self) -> int:
-        """The number of steps that are trained."""
+        """The number of steps that the run had trained when the checkpoint was saved."""
         return self.manifest.version.step
 
 
@@ -203,12 +203,14 @@ def begin_incarnation(directory: Path, resumed: Resumed) -> Lineage:
 
 
 def lost_folder(folder: Path, lineage: Lineage) -> Path:
-    """Returns where the entries of `folder` of steps that are lost are, since the live incarnation began."""
+    """Returns the folder for entries of `folder` that belong to lost steps. They are moved there when the live
+    incarnation of `lineage` begins."""
     return folder / f"lost-{lineage.incarnation}"
 
 
 def last_set_aside(folder: Path) -> int:
-    """Returns the last incarnation at whose begin entries of `folder` were set aside; 0 if there is none."""
+    """Returns the newest incarnation at whose start entries of `folder` were set aside (`lost_folder`); 0 if there is
+    none."""
     found = (path.name.removeprefix("lost-") for path in folder.glob("lost-*"))
     return max((int(number) for number in found if number.isdecimal()), default=0)
 
@@ -227,7 +229,8 @@ def _known_lineage(directory: Path) -> Lineage | None:
 def _newest(directory: Path) -> tuple[Path, RunManifest] | None:
     """Returns the newest undamaged checkpoint of the run, with its manifest; None if there is none.
 
-    If a start that went back was killed before it had set the later checkpoints aside, they do not count.
+    A start that went back to an earlier checkpoint may have been killed before it had set the later ones aside. These
+    later checkpoints do not count.
     """
     return newest(directory / CHECKPOINTS, lineage=_known_lineage(directory))
 
@@ -303,8 +306,8 @@ def _of_steps(folder: Path, wanted: Callable[[int], bool]) -> Iterator[tuple[int
 
 
 def _take_out(directory: Path, name: str, kind: type[Record], *, lost: Callable[[Record], bool]) -> None:
-    """Moves the lost records of `<name>.jsonl` to `lost-<name>.jsonl`. Removes a part of a record at the end, which a
-    crash of the machine may leave: the next record would be appended to it."""
+    """Moves the lost records of `<name>.jsonl` to `lost-<name>.jsonl`. Removes an incomplete record at the end of the
+    file, which a crash of the machine may leave: the next record would be appended to it."""
     path, aside = directory / f"{name}.jsonl", directory / f"lost-{name}.jsonl"
     kept: list[bytes] = []
     gone: list[bytes] = []
@@ -323,7 +326,7 @@ def _take_out(directory: Path, name: str, kind: type[Record], *, lost: Callable[
 
 
 def _lines(path: Path) -> tuple[list[bytes], bytes]:
-    """Returns the lines of a file, and the part of a line at its end; none if there is no file."""
+    """Returns the complete lines of a file, and the text after its last newline; both empty if there is no file."""
     try:
         whole, newline, torn = read(path, most=FILE_BYTES).rpartition(b"\n")
     except FileNotFoundError:

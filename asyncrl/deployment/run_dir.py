@@ -144,12 +144,12 @@ def take(path: Path, info: RunInfo, *, checkpoint: Callable[[], Resumed | None])
             lock.truncate(0)
             lock.write(f"pid {info.pid} on {info.host} since {info.started}\n".encode())
             lock.flush()
-            sync(path.parent)  # the directory's own name
+            sync(path.parent)  # so that the name of a new directory survives a crash of the machine
             return Taken(lock, previous, resumed)
 
 
 def _has_records(path: Path) -> bool:
-    entries = [entry.name for entry in path.iterdir() if entry.suffix != ".tmp"]  # of a writer that was killed
+    entries = [entry.name for entry in path.iterdir() if entry.suffix != ".tmp"]  # `.tmp`: of a killed writer
     return not OF_EVERY_START.issuperset(entries) or any((path / SAMPLES).glob("*"))
 
 
@@ -223,7 +223,7 @@ class RunDir(RecordSink):
             except BaseException:
                 run._lock.close()
                 raise
-        except FileRefused:  # it names the entry, and is an OSError too
+        except FileRefused:  # an OSError too, whose message names the refused entry
             raise
         except OSError as error:
             raise ConfigError(
@@ -317,8 +317,8 @@ class RunDir(RecordSink):
                 raise CheckpointError(f"the records of its steps cannot be written: {error}") from error
 
     def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        """Appends samples to `samples/step-N.jsonl`; writes no file if there are none. Logs the first failure of a row
-        of failures. Samples that cannot be written are lost."""
+        """Appends samples to `samples/step-N.jsonl`; writes no file if there are none. Of several failed writes in a
+        row, logs only the first. Samples that cannot be written are lost."""
         if not samples:
             return
         path = self.path / SAMPLES / f"step-{step}.jsonl"
@@ -373,7 +373,7 @@ class RunDir(RecordSink):
             self.close(state=state, reason=reason)
             return
         try:
-            if isinstance(error, KeyboardInterrupt):  # in `asyncrl.run`, or before `run_until_done` handles signals
+            if isinstance(error, KeyboardInterrupt):  # in `asyncrl.run`, or before `run_until_done` handles Ctrl-C
                 self.close(state="stopped", reason=STOPPED_EARLY)
             self.close(state="failed", reason=redacted(f"{type(error).__name__}: {error}"))
         except OSError as unwritten:
@@ -421,8 +421,8 @@ class RunDir(RecordSink):
 
 
 def _set_mode(path: Path, *, shared: bool) -> None:
-    """Takes all rights of other users on the directory of a run away, or lets them read it if it is `shared`. Logs a
-    failure: the directory may belong to another user, or its file system may have no modes."""
+    """Removes all rights of other users on the directory of a run, or lets them read it if it is `shared`. A failure is
+    only logged: the directory may belong to another user, or its file system may have no modes."""
     mode = stat.S_IMODE(path.stat().st_mode)
     of_others = stat.S_IRWXG | stat.S_IRWXO
     of_a_shared_one = mode if mode & of_others else mode | 0o755
@@ -451,7 +451,8 @@ def reward_log_path(config: Config) -> Path:
 
 
 def directory_id(directory: Path) -> str:
-    """Returns a text that the directory has and no copy of it: it stays when the directory is renamed."""
+    """Returns the device and the inode of the directory as a text. A rename does not change it, and a copy of the
+    directory has another one."""
     found = directory.stat()
     return f"{found.st_dev}:{found.st_ino}"
 
@@ -487,7 +488,7 @@ class RecordFile:
         self._writing = threading.Lock()
 
     def append(self, record: bytes) -> None:
-        """Writes the waiting records and `record`. Logs the first failure of a row of failures."""
+        """Writes the waiting records and `record`. Of several failed writes in a row, logs only the first."""
         with self._writing:
             self._waiting += record
             try:

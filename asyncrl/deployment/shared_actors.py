@@ -105,7 +105,8 @@ async def check_admission(
 async def enter_run(
     config: Config, *, deployment: Deployment, tasks: Sequence[Task], restored: Restored | None = None
 ) -> RunHandles:
-    """Creates or finds the run's actors, and attaches `deployment` to the run. A learner gives what it `restored`.
+    """Creates or finds the run's actors, and attaches `deployment` to the run. A learner that resumes a run gives the
+    buffer's snapshot of its checkpoint as `restored`.
 
     Raises RunMismatch, which names a config key whose value differs from the run's, or the first of `tasks` that
     differs from the run's prompts. Raises RunLocked, which names the learner that the run has already, and
@@ -123,8 +124,8 @@ async def enter_run(
             Coordinator.attach, deployment, shared=shared_config(config), prompts=prompts, restored=restored
         )
     except BaseException:  # also a cancellation
-        # The coordinator may have admitted it before the error. It would then wait for its heartbeats, and refuse the
-        # next learner meanwhile.
+        # The coordinator may have admitted the deployment before the error. It would then wait for the deployment's
+        # heartbeats, and refuse the next learner meanwhile.
         await leave_run(coordinator, deployment, namespace=config.run.name)
         raise
     weights = WeightClient(
@@ -199,8 +200,8 @@ async def _has_partition(config: Config, learner: Deployment, client: DataPlaneC
 
 
 async def _gone(actors: Mapping[str, object], *, namespace: str) -> None:
-    """Waits until none of these actors, given by name and id, has its name any more. Another one may have it. Raises
-    ActorGone after `END_S` seconds."""
+    """Waits until none of these actors, given by name and id, is found by its name any more. A new actor may have the
+    name by then. Raises ActorGone after `END_S` seconds."""
     deadline_s = time.monotonic() + END_S
     while names := [name for name, actor in actors.items() if _actor_id(name, namespace) == actor]:
         if time.monotonic() > deadline_s:
@@ -252,8 +253,8 @@ async def keep_attached(
     """Sends the coordinator a heartbeat of this deployment every `every_s` seconds, until it is cancelled.
 
     A learner sends its seconds by state with it. A failed heartbeat is logged and sent again: if the coordinator is
-    dead, the calls that need an answer from it raise the error. Raises Fenced if another learner has replaced this one,
-    and RunEnded if `asyncrl down` ended the run.
+    dead, the calls that need an answer from it raise the error. A learner gets Fenced if another learner has replaced
+    it, and RunEnded if `asyncrl down` ended the run.
     """
     while True:
         try:
@@ -287,9 +288,9 @@ def check_directory(directory: Path, nonce: str) -> None:
 def end_run(name: str) -> list[str]:
     """Ends the run `name` on the joined cluster for good. Returns the names of its shared actors.
 
-    First the run's deployments hear that it has ended, so that none of them starts again. They get `END_S` seconds to
-    leave. The last one that leaves ends the actors; those that are left are killed. A learner that is being started
-    again at this moment does not hear it, and may begin the run again.
+    First the coordinator gets the state "failed", which the run's deployments read, so that none of them starts again.
+    They get `END_S` seconds to leave. The last one that leaves ends the actors; then this function kills those that are
+    left. A learner that is being started again at this moment does not read the state, and may begin the run again.
     """
     names = _shared_actors(name)
     with contextlib.suppress(RunError):  # there is no such run, or its buffer is dead already

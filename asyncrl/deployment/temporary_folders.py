@@ -18,7 +18,8 @@ _RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_st
 """Longest path of a socket that Ray makes in its folder. The name of a session ends with a process id, and 4194304 is
 the largest one of Linux."""
 LONGEST_FOLDERS = {"Ray": LONGEST_SOCKET - len(_RAY_SOCKET), "vLLM": 70}
-"""Longest path of the folder in which a library makes its sockets, bytes. The names of vLLM's have 36 characters."""
+"""Longest path of the folder in which a library makes its sockets, bytes. The names of vLLM's sockets have 36
+characters."""
 MIN_FREE_BYTES = 64 * 2**20
 """Free space that a start requires. The logs of Ray take a few MiB; a worker that cannot write its log dies."""
 
@@ -43,7 +44,7 @@ def ray_folder() -> tuple[Path, str]:
 
 
 def close_to_others(folder: Path) -> None:
-    """Takes the rights of all other users on the session folder of a Ray that this process started.
+    """Removes the rights of all other users on the session folder of a Ray that this process started.
 
     Ray lets every user of the machine write there (mode 0777), and the logs of its workers may quote prompts. A folder
     in which no mode can be set is left as it is, with a warning.

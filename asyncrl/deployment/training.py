@@ -71,7 +71,8 @@ class Training:
         stop: asyncio.Event,
         ranks: AsyncExitStack,
     ) -> RunTotals:
-        """Trains with the rows of `client`. The ranks, and the weights that they have published, end with `ranks`."""
+        """Trains with the rows of `client`. When the stack `ranks` closes, it ends the ranks and deletes the weights
+        that they have published."""
         config, own = self.config, handles.lineage.incarnation
         ranks.push_async_callback(asyncio.to_thread, self._transport.delete, lambda version: version.incarnation == own)
         policy = self.new_policy(config, model_path=model_path, dp_cfg=config.data_plane, dp_client=client)
@@ -207,7 +208,8 @@ class Training:
         )
 
     def _kept(self) -> KeptSteps | None:
-        """Returns the kept weights and batches of the run, with the files that describe its model."""
+        """Returns the store for the weights and batches of each step, from which `asyncrl audit` computes steps again,
+        and copies the model's files into it. None unless `audit.keep_weights` is `all`."""
         config = self.config
         if config.audit.keep_weights != "all":
             return None

@@ -1,1 +1,1 @@
-"""Tasks and rewards, scored in processes of their own."""
+"""Tasks, and rewards that are computed in processes of their own."""

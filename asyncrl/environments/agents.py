@@ -62,8 +62,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     async def generate(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> list[int]:
-        """Returns the tokens that the model samples after `token_ids`, for agents that render messages themselves.
-        Append tokens to both, and the next call continues them.
+        """Returns the tokens that the model samples after `token_ids`, for agents that render messages themselves. If
+        the next call's `token_ids` are these, the sampled tokens and new ones, that call continues this one.
 
         Raises RuntimeError with the server's message if the call is refused, as `chat` does.
         """
@@ -102,8 +102,9 @@ class Demonstration(msgspec.Struct, frozen=True, kw_only=True):
 def as_reward(agent: Agent, *, named: str, tools: Sequence[dict[str, Any]] = ()) -> RewardFunction:
     """Returns an agent as an async reward function, whose completions are sessions as JSON texts.
 
-    An agent that is no coroutine function runs in a thread. `named` is the setting that names it, `tools` are the
-    descriptions of its tools that are known. Raises ConfigError if it cannot be called with a session and a task.
+    An agent that is no coroutine function runs in a thread. `named` is the setting that names it. `tools` are those
+    descriptions of its tools that are known before the first episode. Raises ConfigError if it cannot be called with a
+    session and a task.
     """
     try:
         signature = inspect.signature(agent)

@@ -48,7 +48,7 @@ class GuessTheNumber:
         return made
 
     async def run(self, session: Session, task: Task) -> float:
-        """Plays one game."""
+        """Plays one game, and returns its reward."""
         messages, number = self._beginning(), int(task.answer)
         for _ in range(self.guesses):
             reply = await session.chat(messages)
@@ -79,7 +79,7 @@ def _tool(name: str, *parameters: str) -> dict[str, Any]:
 
 
 def _written(name: str, arguments: Mapping[str, str]) -> str:
-    """Returns a call as the tiny model writes it."""
+    """Returns the text of a tool call in the format in which the tiny model (`model.tiny`) writes it."""
     return f'<tool_call>{{"name": "{name}", "arguments": {json.dumps(arguments)}}}</tool_call>'
 
 
@@ -101,8 +101,8 @@ async def _answer(
     calls: int,
     result: Callable[[Mapping[str, str]], str],
 ) -> str:
-    """Asks a question, and answers the model's calls in at most `calls` turns with `result`. Returns the model's first
-    text without a call; empty if there was none."""
+    """Asks the model a question, and answers its tool calls with `result`, in at most `calls` turns. Returns the
+    model's first answer without a tool call; empty if there was none."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
     for _ in range(calls + 1):
         reply = await session.chat(messages, tools=tools)
@@ -160,7 +160,7 @@ class Calculator:
         return made
 
     async def run(self, session: Session, task: Task) -> float:
-        """Answers one question."""
+        """Lets the model answer one question, and returns its reward."""
         text = await _answer(session, task.question, tools=[CALCULATOR], calls=self.calls, result=_result)
         return _right(text, task.answer)
 
@@ -193,7 +193,8 @@ class KeyValueStore:
         ]
 
     def demonstrations(self, seed: int) -> Sequence[Demonstration]:
-        """Returns calls and answers. Many are wrong on purpose: see `Calculator.demonstrations`."""
+        """Returns calls and answers for the warm-up. Many are wrong on purpose: they show how to call the tools and how
+        to answer, and training still has to find out what gives the reward."""
         draw, made = random.Random(seed), []
         for task in self.tasks(seed):
             key, guess = task.question[0], str(draw.randint(1, self.highest))
@@ -210,7 +211,7 @@ class KeyValueStore:
         return made
 
     async def run(self, session: Session, task: Task) -> float:
-        """Plays one episode."""
+        """Plays one episode: both conversations, with one store. Returns its reward."""
         store: dict[str, str] = {}
 
         def result(function: Mapping[str, str]) -> str:

@@ -53,6 +53,7 @@ class GroupScoring:
     """Scores requests one after the other, in the thread that created the object.
 
     Calls `send` with the replies to a request, and `begin` with the number of a completion when its scoring begins.
+    `withheld` names the environment variables that exist in the generator's process only; errors name them as hints.
     Asynchronous rewards always run in the same event loop, so that a client that they keep between calls stays usable.
     """
 
@@ -107,7 +108,7 @@ class GroupScoring:
                 outcomes = self._failed(call, error)
             self._end(call, outcomes)
             if self._retire:
-                return  # the other completions are scored in a process that has its whole memory
+                return  # a new process scores the other completions, with the whole memory limit for them
 
     async def _at_once(self, calls: Sequence[_Call]) -> None:
         """Starts all calls at once and waits for them."""

@@ -1,7 +1,7 @@
 """Environments: sources of tasks, and rewards for completions.
 
 The rest of the system uses an environment only through `Environment`, and finds it by its name in the config.
-`build_tasks` is the only way from a config to prompts. The same config gives the same (training, held-out) tasks in
+`build_tasks` makes the prompts of a run from its config. The same config gives the same (training, held-out) tasks in
 every process. Reward code is the user's code: it runs in the processes of `scoring.py`, not in the generator.
 """
 
@@ -47,12 +47,12 @@ class Environment(Protocol):
     """A single-turn environment."""
 
     def tasks(self, seed: int) -> Sequence[Task]:
-        """Returns the environment's own tasks, determined by `seed`. A task's `prompt` equals its question, because the
-        config's template is applied later."""
+        """Returns the environment's own tasks, determined by `seed`. A task need not set its `prompt`, because
+        `data.prompt_template` makes it later."""
 
     def score(self, task: Task, completion: Any, /) -> Any:
-        """Returns the reward of one completion (a text without special tokens), or the rewards of a group, in any form
-        of `reward_function.py`.
+        """Returns the reward of one completion (a text, without special tokens by default), or a list with the rewards
+        of a group. `reward_function.py` describes the four forms that this method may have.
 
         It is called in a scoring process, with a task that has been converted to JSON and back.
         """
@@ -67,10 +67,11 @@ class AgentEnvironment(Protocol):
     """
 
     def tasks(self, seed: int) -> Sequence[Task]:
-        """As `Environment.tasks`."""
+        """Returns the environment's own tasks, determined by `seed`. A task need not set its `prompt`."""
 
     def run(self, session: Session, task: Task, /) -> Any:
-        """Runs one episode and returns its reward, as an agent (`agents.py`). It may be async."""
+        """Runs one episode of the agent, which calls the model through `session`, and returns its reward. It may be
+        async."""
 
 
 _BUILT_IN = {
@@ -101,8 +102,9 @@ def build_environment(section: EnvironmentSection) -> "Environment | AgentEnviro
 
 
 def build_demonstrations(config: Config) -> list[Demonstration]:
-    """Returns the demonstrations of the environment. There are none if it has none, in a mixture, and if neither the
-    tasks nor the rewards are the environment's, which is then not built."""
+    """Returns the demonstrations of the environment; an empty list if it has no method `demonstrations`, and in a
+    mixture. The list is also empty if the run takes neither its tasks nor its rewards from the environment, which is
+    then not built."""
     section = config.environment
     replaced = section.agent is not None or section.has_tools or section.reward is not None or section.rewards
     if config.data.mixture or (replaced and config.data.dataset != "environment"):
@@ -112,10 +114,12 @@ def build_demonstrations(config: Config) -> list[Demonstration]:
 
 
 def build_reward(section: EnvironmentSection) -> RewardFunction:
-    """Returns the function of `environment.rewards` or `environment.reward`, or the environment's own `score`.
+    """Returns the code that gives completions their rewards: the agent `environment.agent`, the agent that calls
+    `environment.tools`, the function of `environment.rewards` or `environment.reward`, or the environment's own `score`
+    or `run`.
 
-    With a reward the environment is not built. Raises ConfigError when the function does not exist or
-    cannot be called as a reward.
+    The environment is built only for the last two. Raises ConfigError when a function does not exist or cannot be
+    called as a reward, or an agent cannot be called as one.
     """
     named = subject(section)
     if section.agent is not None:
@@ -159,7 +163,7 @@ def _term(term: RewardTerm, section: EnvironmentSection) -> RewardFunction:
     made = partial(function, **limit | term.options)
     signature = inspect.signature(function)
     try:
-        signature.bind_partial(None, None, **term.options)  # a wrong name is a better error than a missing one
+        signature.bind_partial(None, None, **term.options)  # names an unknown option before a missing one
         signature.bind(None, None, **term.options)
     except TypeError as error:
         names = list(signature.parameters)[2:]
@@ -257,8 +261,8 @@ def _held_out(task: Task) -> LeftOutRow:
 def split_tasks(
     config: Config, tasks: Sequence[Task], *, left_out: list[LeftOutRow] | None = None
 ) -> tuple[list[Task], list[Task]]:
-    """Returns (training, held-out) tasks of one dataset. Adds to `left_out` the rows that are neither. Raises
-    DatasetError if none remains for training."""
+    """Returns (training, held-out) tasks of one dataset. Adds to `left_out` the rows that are neither, because a
+    held-out task has the same prompt. Raises DatasetError if none remains for training."""
     data = config.data
     train, heldout = split(tasks, data.heldout_fraction, template=data.prompt_template)
     used = {id(task) for task in (*train, *heldout)}
@@ -275,7 +279,8 @@ def split_tasks(
 
 
 def check_enough(config: Config, train: Sequence[Task]) -> None:
-    """Raises DatasetError if the training tasks are too few for one step."""
+    """Raises DatasetError if all epochs together have too few training tasks for one step, and `data.drop_last` drops
+    the rest."""
     data, groups = config.data, config.learner.groups_per_step
     weights = {part.name: part.weight for part in data.mixture}
     issued = PromptSource(train, seed=0, epochs=data.epochs, weights=weights).total
@@ -289,8 +294,9 @@ def check_enough(config: Config, train: Sequence[Task]) -> None:
 
 
 def read_tasks(config: Config, *, first: int | None = None, left_out: list[LeftOutRow] | None = None) -> list[Task]:
-    """Returns the dataset's tasks with their prompts, before the split. `first` limits how many rows are read. A task
-    is left out if its finished prompt, answer and metadata are equal to those of an earlier one.
+    """Returns the dataset's tasks with their prompts, before `split` divides them into training and held-out tasks.
+    `first` limits how many rows are read. A task is left out if its finished prompt, answer and metadata are equal to
+    those of an earlier one.
 
     Rows that are left out are added to `left_out`, and logged with their counts. Raises ConfigError or DatasetError; an
     error that the user's code raises becomes a DatasetError.
@@ -325,8 +331,8 @@ def read_tasks(config: Config, *, first: int | None = None, left_out: list[LeftO
 
 
 def dataset_rows(config: Config) -> tuple[str, Iterable[Row]]:
-    """Returns how errors name the dataset, and its rows. Raises ConfigError or DatasetError, also while the rows are
-    read; an error that the user's code raises becomes a DatasetError."""
+    """Returns the name of the dataset for errors, and its rows. Raises ConfigError or DatasetError, also while the rows
+    are read; an error that the user's code raises becomes a DatasetError."""
     data = config.data
     if data.dataset == "jsonl":
         if data.path is None:

@@ -64,8 +64,8 @@ class OpenEnvEnvironment:
         self._numbers = count()
 
     def tasks(self, seed: int) -> Sequence[Task]:
-        """Returns tasks with different seeds, and with the first message of the first one. Raises ConfigError if the
-        environment cannot be reset."""
+        """Returns tasks with different seeds. Their questions show the first message of the first task, because only
+        this one is reset here, and the seed. Raises ConfigError if the environment cannot be reset."""
         seeds = random.Random(seed).sample(range(2**31), self._size)
         arguments = [{**self._reset, "seed": each} for each in seeds]
         first = self._interpreter.once({"what": "reset", "episode": 0, "arguments": arguments[0]})

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 START_TIMEOUT_S = 100.0
-"""Time in which the command of a server must answer."""
+"""Time in which a server that was started with a command must listen at its port."""
 END_TIMEOUT_S = 5.0
 """Time in which a server must end after SIGTERM."""
 FULL_PAUSE_S = 0.2
@@ -17,7 +17,7 @@ FULL_PAUSE_S = 0.2
 
 
 class Part:
-    """The sessions of one server, which has the URL `url` or is started with `command`."""
+    """The sessions of one OpenEnv server, which has the URL `url` or is started with `command`."""
 
     def __init__(self, *, url: str | None, command: Sequence[str]) -> None:
         self._url = url
@@ -66,12 +66,12 @@ class Part:
         from websockets.exceptions import ConnectionClosedOK
 
         while True:
-            # An episode has a time limit of its own.
+            # A day, because the scoring process limits the time of an episode.
             self._sessions[episode] = GenericEnvClient(base_url=url, message_timeout_s=86_400.0)
             try:
                 return await self._sessions[episode].reset(**arguments)
             except (RuntimeError, ConnectionClosedOK) as error:
-                # The server closes the connection behind this error, so the client may not come to read it.
+                # The server closes the connection after it has sent this error, so the client may see only the closing.
                 if "(code: CAPACITY_REACHED)" not in str(error) and not isinstance(error, ConnectionClosedOK):
                     raise
             await self._close(episode)
@@ -125,7 +125,7 @@ async def _listening(port: int, server: asyncio.subprocess.Process) -> None:
 def _action_fields(url: str) -> list[str]:
     """Returns the names of the fields that an action needs, or may have if it needs none."""
     address = url.rstrip("/").replace("ws", "http", 1) if url.startswith("ws") else url.rstrip("/")
-    # The client does not use a proxy for local servers, and scoring processes do not know any.
+    # Without a proxy, as the client of OpenEnv connects to local servers.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(f"{address}/schema", timeout=30) as response:
         schema = json.loads(response.read())["action"]

@@ -28,7 +28,7 @@ class OwnInterpreter:
 
     `package` is the package's name in errors, `python` the interpreter that has it, `part` the file, and `options` the
     keyword arguments of the file's class `Part`. `search_path` has folders with modules that are not installed. A
-    process is replaced after `episodes` episodes, or never.
+    process is replaced after `episodes` episodes; with None, never.
     """
 
     def __init__(
@@ -43,7 +43,8 @@ class OwnInterpreter:
     ) -> None:
         self._package = package
         self._episodes = episodes
-        # -P: the folder of the file has modules with names such as `math`.
+        # -P keeps the folder of MAIN off the search path, whose `secrets.py` and `verifiers.py` would hide Python's
+        # module `secrets` and the package `verifiers`.
         self._command = [python, "-P", str(MAIN), str(part), json.dumps(options)]
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | {
             "PYTHONPATH": os.pathsep.join(search_path),
@@ -54,7 +55,7 @@ class OwnInterpreter:
         self._process: Process | None = None
 
     def once(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the answer to an order from a process that answers nothing else. Raises ConfigError with the error of
+        """Starts a process that answers only this order, and returns the answer. Raises ConfigError with the error of
         the package."""
         try:
             done = subprocess.run(
@@ -79,7 +80,8 @@ class OwnInterpreter:
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator["Process"]:
-        """Gives the process for the orders of one episode. Starts it if there is none, or if it ended."""
+        """Yields the process for the orders of one episode. Starts a new one if there is none, or if it gets no more
+        episodes."""
         async with self._starting:
             if self._process is None or self._process.is_done:
                 started = await asyncio.create_subprocess_exec(
@@ -115,7 +117,7 @@ class Process:
 
     @property
     def is_done(self) -> bool:
-        """Whether the process gets no more episodes."""
+        """Whether the process gets no more episodes: it has begun all that it may begin, or it has ended."""
         return self.left == 0 or self._reading.done()
 
     def begin(self) -> None:
@@ -124,7 +126,8 @@ class Process:
         self.left = None if self.left is None else self.left - 1
 
     def end(self) -> None:
-        """Counts an episode that ends. The process ends after the last one."""
+        """Counts an episode that ends. If no other one may begin and none runs, closes the input of the process, which
+        then ends."""
         self.episodes -= 1
         if self.is_done and not self.episodes and self.process.stdin is not None:
             self.process.stdin.close()

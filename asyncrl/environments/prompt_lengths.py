@@ -28,7 +28,8 @@ def longest_prompt_tokens(config: Config) -> int:
 
 
 def counted(tokenizer: Any, task: Task, ids: Sequence[int], *, tools: Tools = ()) -> str:
-    """Says in words how many tokens a prompt has, and how many of them the chat template and the tools add."""
+    """Returns in words how many tokens a prompt has, and how many of them the chat template and the tools add. `ids`
+    are its tokens."""
     added = template_tokens(tokenizer, task.input)
     if tools:
         of_tools = len(ids) - len(encode_prompt(tokenizer, task.input))
@@ -41,7 +42,8 @@ def counted(tokenizer: Any, task: Task, ids: Sequence[int], *, tools: Tools = ()
 
 
 def control_token_finding(found: Sequence[tuple[Task, str]], *, config: Config, tokenizer: Any, among: int) -> str:
-    """Says in words which prompts have control tokens in their own text: `found`, of `among` prompts."""
+    """Returns a message about the prompts `found`, which have control tokens in their own text. `among` is the number
+    of all prompts."""
     task, token = found[0]
     tokens = ControlTokens(tokenizer)
     of_template = (
@@ -60,8 +62,8 @@ def without_control_tokens(
     tasks: Sequence[Task], *, config: Config, tokenizer: Any, left_out: list[LeftOutRow] | None = None
 ) -> Sequence[Task]:
     """Applies `data.control_tokens`: returns the tasks, and logs a note about those with control tokens in their own
-    text. With `refuse` it leaves them out and adds them to `left_out`, or raises DatasetError unless `data.on_bad_row`
-    is `skip`."""
+    text. With `refuse` it leaves them out and adds them to `left_out`. It raises DatasetError instead if
+    `data.on_bad_row` is `refuse`, or if all tasks have such tokens."""
     if not (found := with_control_tokens(tasks, tokenizer)):
         return tasks
     finding = control_token_finding(found, config=config, tokenizer=tokenizer, among=len(tasks))
@@ -95,11 +97,12 @@ def fitting(
     tools: Tools = (),
     at_once: int = ENCODED_AT_ONCE,
 ) -> list[Task]:
-    """Returns the tasks whose prompts fit, with the descriptions of the `tools`. Adds the others to `left_out`, and
-    logs their number.
+    """Returns the tasks whose prompts are neither empty nor too long. A prompt counts with the descriptions of the
+    `tools`. Adds the others to `left_out`, and logs their number.
 
-    If `tokenizer` is a LightTokenizer, `exact` returns the model's real tokenizer. It is called for prompts that fit
-    only if the real one adds no special tokens. `at_once` prompts are encoded at a time.
+    If `tokenizer` is a LightTokenizer, `exact` returns the model's real tokenizer. It measures again the prompts that
+    would fit or not depending on the special tokens that it adds, and those without a token. `at_once` prompts are
+    encoded at a time.
 
     Raises DatasetError, which names the first row that does not fit, if `data.on_bad_row` is `refuse` or if there are
     tasks but none of them fits.

@@ -1,4 +1,4 @@
-"""The tools whose descriptions are part of each prompt (`environment.tools`), known before anything starts."""
+"""The tools whose descriptions are part of each prompt (`environment.tools`), as they are known before a run starts."""
 
 import os
 from typing import Any
@@ -14,8 +14,8 @@ PromptTools = tuple[dict[str, Any], ...]
 
 
 def prompt_tools(config: Config) -> dict[str, PromptTools]:
-    """Returns the descriptions of the tools of each part that has some, by the part's name. Equal environments are
-    asked once. Raises the errors of `described_tools`."""
+    """Returns the descriptions of the tools of each part of the run that has some, by the part's name. Equal
+    environments are described once. Raises the errors of `described_tools`."""
     sections = {name: part.environment for name, part in all_configs(config).items() if part.environment.tools}
     keys = {name: section.model_dump_json() for name, section in sections.items()}
     found = {key: described_tools(section) for key, section in {keys[name]: sections[name] for name in keys}.items()}

@@ -13,8 +13,8 @@ _REGISTERED = re.compile(r"""^register_dataset\(\s*(?:["'](?P<name>\w+)["']|(?P<
 
 
 def task_names() -> frozenset[str]:
-    """Returns the task names of the installed library. Returns none if it is not installed or is written
-    differently."""
+    """Returns the task names of the installed library; an empty set if it is not installed, or registers its tasks in
+    another way."""
 
     spec = importlib.util.find_spec("reasoning_gym")
     folders = spec.submodule_search_locations if spec is not None else None

@@ -11,7 +11,7 @@ from asyncrl.environments.reward_values import listed
 
 
 class TermFailed(Exception):
-    """One of the rewards raised `cause`. `who` is the setting that names it."""
+    """One of several rewards raised `cause`. `who` is the setting that names this reward, for the message."""
 
     def __init__(self, who: str, cause: Exception) -> None:
         super().__init__(who)

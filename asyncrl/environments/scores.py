@@ -53,8 +53,8 @@ class Scores:
         return [each for each, group in enumerate(groups) if group == groups[number]]
 
     def take(self, outcomes: Iterable[tuple[int, Outcome]]) -> bool:
-        """Keeps the outcomes of completions. Keeps none and returns False if one of them was not requested, is known,
-        or is there twice."""
+        """Keeps the outcomes of completions, and returns True. Keeps none and returns False if one of the completions
+        was not requested, has a score already, or occurs twice."""
         found = list(outcomes)
         numbers = {number for number, _ in found}
         if len(numbers) != len(found) or not numbers <= set(self.left):
@@ -65,11 +65,11 @@ class Scores:
         return True
 
     def fail(self, numbers: Iterable[int], failure: Failure) -> None:
-        """Gives each of the requested completions the failure."""
+        """Makes `failure` the score of the requested completions with these indices."""
         self.take((number, failure) for number in numbers)
 
     def give_up(self) -> None:
-        """Gives each completion without a score the last failure."""
+        """Makes the last failure the score of each completion that has none, because they are not scored any more."""
         assert self._last is not None, "no completion has failed"
         self.fail(self.left, msgspec.structs.replace(self._last, of_call=True))
 

@@ -1,4 +1,5 @@
-"""Scoring in processes that can be killed: reward code may raise, hang, crash, fork or use too much memory (F19).
+"""Scoring in processes that can be killed: reward code may raise, hang, crash, fork or use too much memory.
+docs/faults.md, F19, says what happens then.
 
 Reward code runs in the processes of `scoring_worker.py`. `Scorer` gives each process one group at a time, or several
 groups at once if the reward is async. A completion may take `environment.score_timeout_s` of wall-clock time. `Scorer`
@@ -78,7 +79,8 @@ class Scorer:
             )
             for _ in range(section.score_workers)
         ]
-        self._seconds_per_completion = float("inf")  # of the last group; infinite, so shared, before the first one
+        # Of the groups scored last. Infinite before the first group, so that it is divided among the processes.
+        self._seconds_per_completion = float("inf")
         self._line: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         # Each process has a thread that lives until `close`, because the kernel kills a scoring process when the thread
         # that started it ends.
@@ -96,9 +98,9 @@ class Scorer:
         completion is a text without special tokens and may be empty.
 
         A completion that exceeds its time limit is scored once more, because the machine may have been busy; an episode
-        of an agent is not. A reward that scores one by one and ends for no completion of the group is not called again:
-        it may always hang. With `environment.on_error: fail` nothing is scored again, and completions whose scoring has
-        not begun may get the error of another one.
+        of an agent is not. If a reward that takes one completion at a time has given no reward for the whole group, it
+        is not called again: it may always hang. With `environment.on_error: fail` nothing is scored again, and
+        completions whose scoring has not begun may get the error of another one.
 
         Raises DataError when the group cannot be sent to a process. Raises InfraError with the reason
         `scorer_unavailable` when no process can be started, and `scorer_closed` after `close`.
@@ -126,7 +128,7 @@ class Scorer:
             return [score for scores in await asyncio.gather(*calls) for score in scores]
         finally:
             for call in calls:
-                call.cancel()  # drops the calls that have not begun, after an error or a cancellation
+                call.cancel()  # after an error or a cancellation, drops the parts whose scoring has not begun
 
     def _in_line(self, group: Group, whole: "_WholeGroup") -> "asyncio.Future[list[Score]]":
         self._start_threads()
@@ -181,9 +183,9 @@ class Scorer:
                 waiting.deliver(result)
 
     def _taken(self, first: "_Waiting", form: Form) -> "list[_Waiting]":
-        """Takes the groups to score together, and leaves out cancelled ones and parts of groups that are given up.
-        Takes more than one group only if the reward is async, and no agent: all groups that are taken together end
-        together, and the episodes of agents differ much in length."""
+        """Returns the groups to score together: `first`, and more from the queue. Leaves out cancelled ones and parts
+        of groups that are given up. Takes more than one group only if the reward is async, and no agent: all groups
+        that are taken together end together, and the episodes of agents differ much in length."""
         taken = [first] if first.begin() else []
         completions = len(first.group.completions)
         with contextlib.suppress(queue.Empty):
@@ -208,11 +210,11 @@ class Scorer:
         for process in self._processes:
             process.kill()
         for _ in self._threads:
-            self._line.put(None)  # threads end at it, after the waiting groups, which fail because the scorer is closed
+            self._line.put(None)  # ends one thread; the groups before it in the queue fail, as the scorer is closed
         for thread in self._threads:
             thread.join()
         with contextlib.suppress(queue.Empty):
-            while True:  # groups that were added while closing
+            while True:  # groups that were put into the queue after the end marks
                 waiting = self._line.get_nowait()
                 if waiting is not None and waiting.begin():
                     waiting.deliver(closed())
@@ -234,15 +236,16 @@ class _WholeGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Waiting:
-    """A waiting group, or a part of the group `whole`, and its scores. `scores` is cancelled if the caller has given up
-    before the scoring begins."""
+    """A group in the queue, or a part of the group `whole`, and the future of its scores. `scores` is cancelled if the
+    caller has given up before the scoring begins."""
 
     group: Group
     whole: _WholeGroup
     scores: "Future[list[Score]]" = field(default_factory=Future)
 
     def begin(self) -> bool:
-        """Returns whether the scoring is to begin."""
+        """Returns whether the scoring is to begin. It is not if the caller has cancelled it, or if `whole` is given up:
+        then each completion gets the error of `whole`."""
         if not self.scores.set_running_or_notify_cancel():
             return False
         if (error := self.whole.error) is None:
@@ -257,12 +260,12 @@ class _Waiting:
             self.scores.set_result(result)
 
 
-# Scores completions of several tasks, each with its own rewards.
+# Scores the completions of all parts of a run, each with the rewards of its part.
 
 
 class PartScorers:
-    """The scorers of the parts of a run, by the names of the parts (`asyncrl.config.parts.all_configs`). Parts with
-    equal environments share one."""
+    """The scorers of the parts of a run, which are the datasets that it trains or evaluates. `parts` has their
+    configurations by name (`asyncrl.config.parts.all_configs`). Parts with equal environments share a scorer."""
 
     def __init__(
         self,
@@ -290,7 +293,8 @@ class PartScorers:
         return any(scorer.form.agent for scorer in self._scorers.values())
 
     async def score(self, task: Task, completions: Sequence[str]) -> list[Score]:
-        """Returns the scores of completions of a task, and raises errors, as `Scorer.score` does."""
+        """Returns the scores of completions of a task, from the scorer of its part. Raises the errors of
+        `Scorer.score`."""
         return await self._scorers[task.part].score(task, completions)
 
     async def close(self) -> None:

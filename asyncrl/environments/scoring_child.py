@@ -62,11 +62,13 @@ class BoundedLines:
 
     @property
     def due_s(self) -> float | None:
-        """The time at which to report left-out lines if no more output comes; None if there are none."""
+        """The time (of the clock) at which to report the number of left-out lines, also if no more output comes; None
+        if there are none."""
         return self._second_s + 1.0 if self._left_out else None
 
     def feed(self, data: bytes) -> list[str]:
-        """Adds `data`. Returns the lines that end in it, without the left-out ones."""
+        """Adds `data`. Returns the lines to pass on: those that end in it and are not left out, and after a second the
+        number of left-out lines."""
         lines = self._new_second()
         start = 0
         while self._passed < LINES_A_SECOND and (end := data.find(b"\n", start)) >= 0:
@@ -238,7 +240,8 @@ class ScoringChild:
         os.close(self._death)
 
     def alive(self) -> bool:
-        """Checks without reaping: until a dead process is reaped, no other process can get its id or group."""
+        """Returns whether the process runs. Does not reap a dead process: until it is reaped, no other process can get
+        its id or group."""
         try:
             return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
         except ChildProcessError:

@@ -51,7 +51,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports that the process is ready and how the reward is called; or a ConfigError's message."""
+    """The answer to `Start`: the process is ready, and `form` says how the reward is called. Or it is not, and `error`
+    is the message of a ConfigError."""
 
     form: Form = Form()
     error: _Text | None = None
@@ -111,8 +112,8 @@ Message = TypeVar("Message", bound=msgspec.Struct)
 
 
 def sendable(text: str) -> str:
-    """Returns a text that reward code may have written as a message may contain it: not too long, and without lone
-    surrogates, which JSON cannot contain."""
+    """Returns a text of reward code in the form in which a message can contain it: cut to `MAX_FAILURE_CHARS`
+    characters, and without lone surrogates, which JSON cannot contain."""
     text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= MAX_FAILURE_CHARS else f"{text[: MAX_FAILURE_CHARS - 1]}…"
 

@@ -160,7 +160,7 @@ class ScoringProcess:
 
     @property
     def gives_up(self) -> bool:
-        """Whether the reward has ended so many processes that the next one is not used for the rest of a group.
+        """Whether the reward has ended so many processes in a row that no new one is started for the rest of a group.
 
         With `environment.on_error: fail` this is so from the first one on, because its group fails anyway.
         """
@@ -296,7 +296,7 @@ class ScoringProcess:
 def started(
     section: EnvironmentSection, *, secrets: Secrets, output: Callable[[str], None]
 ) -> Iterator[ScoringProcess]:
-    """A scoring process for calls of this thread. It is ready, and ends with the block. Raises the errors of
+    """Yields a scoring process that is ready for calls of this thread. It ends with the block. Raises the errors of
     `ScoringProcess.start`."""
     process = ScoringProcess(section, secrets=secrets, output=output)
     try:

@@ -78,7 +78,8 @@ def read_secrets(section: EnvironmentSection, environ: Mapping[str, str]) -> Sec
 
 
 def warn_of_short(secrets: Secrets) -> None:
-    """Logs which values are too short to be replaced. A command calls it once: it reads secrets several times."""
+    """Logs which values are too short to be replaced. It is not a part of `read_secrets`, because a command reads the
+    secrets several times and logs this once."""
     if short := [name for name, value in secrets.environment.items() if len(value) < _SHORTEST_HIDDEN]:
         _log.warning(
             "environment.secrets: the values of %s have fewer than %d characters and are not replaced in outputs and "
@@ -140,7 +141,7 @@ def _is_of_a_connection(error: BaseException) -> bool:
 
 
 def _withheld_hint(withheld: Collection[str]) -> str:
-    """Returns the names of the withheld variables that connections often need."""
+    """Returns the end of a message that names the withheld variables which connections often need; otherwise ""."""
     names = sorted(filter(_FOR_A_CONNECTION.search, withheld))
     if not names:
         return ""

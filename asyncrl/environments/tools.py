@@ -32,7 +32,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.user_code import describe_error, type_and_text
 
 HUNG_THREADS = 32
-"""Calls of tools that may hang in a process at the same time."""
+"""The most calls of tools that may run in threads of a process when one of them exceeds its time limit. With more, they
+count as hung, and the process ends."""
 
 Call = Callable[[Mapping[str, Any]], Awaitable[object]]
 """Calls a tool with its arguments."""
@@ -161,7 +162,7 @@ class _Raised(Exception):
 
 
 class _Untitled(GenerateJsonSchema):
-    """Leaves out the titles, which repeat the names of parameters and cost tokens in every prompt."""
+    """Makes JSON schemas without titles, which repeat the names of parameters and cost tokens in every prompt."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         del schema
@@ -169,7 +170,8 @@ class _Untitled(GenerateJsonSchema):
 
 
 def _of_function(function: Callable[..., Any], path: str) -> tuple[dict[str, Any], Call]:
-    """Returns the description of a function for the model, from its signature and docstring, and its call."""
+    """Returns the description of a function for the model, from its signature and docstring, and a coroutine function
+    that calls it with the model's arguments."""
     try:
         name = function.__name__
         for problem in _inexpressible(function):
@@ -219,7 +221,7 @@ def _inexpressible(function: Callable[..., Any]) -> Iterator[str]:
 
 
 _running: set[Future[object]] = set()
-"""The calls that run in threads."""
+"""The calls of tools that run in threads of this process."""
 
 
 async def _in_thread(work: Callable[[], object], *, named: str) -> object:
@@ -318,7 +320,8 @@ class _Server:
             raise RuntimeError(f"{self.named} cannot be reached: {describe_error(error)}") from error
 
     async def _serve(self, connected: "asyncio.Future[Any]") -> None:
-        """Keeps the connection open in one task, as mcp needs it."""
+        """Opens the connection, keeps it open until it breaks, and closes it, all in one task, as mcp needs it. Gives
+        the client to `connected`."""
         from mcp import StdioServerParameters, stdio_client
         from mcp.client import Client
 

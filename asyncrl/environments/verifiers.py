@@ -1,4 +1,4 @@
-"""Built-in rewards."""
+"""Built-in rewards, and the environment `math`."""
 
 import asyncio
 import itertools
@@ -242,7 +242,8 @@ _SECONDS = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 
 @lru_cache(maxsize=8)
 def _judge_client(url: str, key_variable: str, most_per_s: float) -> tuple[Any, Any]:
-    """Returns the client of a judge, and what paces its calls. Both live as long as the scoring process."""
+    """Returns the HTTP client of a judge, and the throttle that limits its calls to `most_per_s` a second. Both live as
+    long as the scoring process."""
     from asyncio_throttle.throttler import Throttler
     from openai import AsyncOpenAI
 
@@ -256,8 +257,8 @@ def _judge_client(url: str, key_variable: str, most_per_s: float) -> tuple[Any, 
 
 
 class Math:
-    """Scores answers to prompts from a JSONL file or from a dataset given by import path. It has no tasks of its
-    own."""
+    """An environment that scores answers to the prompts of a dataset (`data.dataset`) with math-verify. It has no tasks
+    of its own."""
 
     def tasks(self, seed: int) -> NoReturn:
         raise ConfigError(
@@ -265,5 +266,5 @@ class Math:
         )
 
     def score(self, task: Task, completion: str) -> float:
-        """Calls `verifiers.math_verify`."""
+        """Returns 1.0 if the last mathematical expression of the completion equals the answer, and 0.0 otherwise."""
         return math_verify(task, completion)

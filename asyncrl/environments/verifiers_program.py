@@ -15,11 +15,12 @@ class Part:
         self._tasks = list(self._env.taskset.take(size))
 
     def serving(self) -> Any:
-        """Returns verifiers' context of the episodes."""
+        """Returns the async context manager in which verifiers can play episodes."""
         return self._env.serving()
 
     async def answer(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Returns the texts of all tasks, or the rewards of one that it plays."""
+        """Returns the texts of all tasks for the order `tasks`. For the order `play`, plays one task and returns its
+        rewards, or its error."""
         if order["what"] == "tasks":
             return {"tasks": [task.data.prompt_text or task.data.name or "" for task in self._tasks]}
         from verifiers.v1.clients import EvalClientConfig, ModelContext

@@ -1,4 +1,5 @@
-"""Runs agents: opens a session for each sample of a group, lets the scorer run the agents, and takes the episodes."""
+"""Runs agents: opens a session for each sample of a group at the gateway, lets the scorer run the agents, closes the
+sessions, and takes their episodes."""
 
 import json
 import time
@@ -69,7 +70,7 @@ class Turn:
         return 0 if self.answer is None else self.answer.non_greedy_tokens or 0
 
     def progressed(self, sampled: Sampled) -> None:
-        """Records what the engine has so far."""
+        """Records what the engine has sampled of the answer so far."""
         self._sampled = sampled
         self.group.grown()
 
@@ -83,8 +84,8 @@ class Turn:
         self.asked, self._sampled = False, None
 
     def partial(self) -> list[PartialCompletion] | None:
-        """Returns the answer as it is now; an empty list if it has no token yet. Returns None when `Sampled.partial`
-        does."""
+        """Returns the answer as it is now; an empty list if it has no token yet. Returns None if the answer has ended
+        and the engine has not reported it yet."""
         if self.answer is not None:
             return [self.answer]
         return self.prefix if self._sampled is None else self._sampled.partial()
@@ -117,8 +118,8 @@ class SampleProgress:
         return sum(turn.non_greedy_tokens for turn in self._turns)
 
     def partial(self) -> PartialCompletion | None:
-        """Returns a copy of all turns, also of stored ones that the agent has not asked for yet. None as for
-        `Sampled.partial`."""
+        """Returns a copy of the answers of all turns, also of stored ones that the agent has not asked for yet. Returns
+        None if an answer has ended and the engine has not reported it yet."""
         turns: list[tuple[int, PartialCompletion]] = []
         for turn in self._turns:
             answer = turn.partial()
@@ -129,7 +130,8 @@ class SampleProgress:
 
     @contextmanager
     def answering(self, asked: Asked) -> Iterator[Turn]:
-        """Yields the turn of a call. The block lasts as long as the engine has the call.
+        """Yields the turn of a call. The block lasts as long as the engine has the call. If it ends without an answer,
+        the call may be made again.
 
         Raises InfraError if the agent has begun again since the call.
         """
@@ -164,8 +166,8 @@ class SampleProgress:
 
 
 class GroupProgress:
-    """The tokens that the samples of a group have so far, with the stored ones of an earlier attempt. Implements
-    `Sampled`."""
+    """The tokens that the samples of a group have so far, with the stored ones of an earlier attempt. It implements the
+    protocol `Sampled`, so these tokens can be stored like those of an engine's call."""
 
     def __init__(self, samples: int, attempt: Attempt) -> None:
         self._attempt = attempt
@@ -193,7 +195,8 @@ class GroupProgress:
         return known if len(known) == len(now) else None
 
     def called(self, more: int) -> None:
-        """Records that the engine has `more` calls of the group than before."""
+        """Records that the engine has `more` calls of the group than before (1 or −1), and tells the attempt whether
+        the group only waits for its agents now."""
         self._in_engine += more
         self._attempt.on_environment(self._in_engine == 0)
 
@@ -230,12 +233,12 @@ class AgentRollouts:
         self._calls: dict[str, SampleProgress] = {}
 
     async def run(self, task: Task, *, samples: int, seed: int | None, temperature: float, attempt: Attempt) -> Played:
-        """Runs the agent of a task once for each sample. A call that has an answer in the prefix of the attempt, which
-        an earlier one has stored, gets that answer.
+        """Runs the agent of a task once for each sample. The prefix of the attempt has answers that an earlier attempt
+        has stored: a call that asks for the same as a stored call gets the stored answer.
 
         A sample fails if the model answered none of its calls, or if it has no score, for example because its agent
-        stopped at a limit. An agent that goes back and
-        continues an earlier part of its conversation in another way makes a branch of its episode.
+        stopped at a limit. An agent that goes back and continues an earlier part of its conversation in another way
+        makes a branch of its episode.
 
         Raises InfraError if the engine or the gateway failed.
         """
@@ -289,7 +292,7 @@ class AgentRollouts:
         return [now_s - calls.opened_s for calls in self._calls.values()]
 
     async def sample(self, asked: Asked) -> Answered:
-        """Answers a call of a session."""
+        """Lets the engine answer a call of a session. Returns the completion and the message for the agent."""
         calls = self._calls.get(asked.session)
         if calls is None:
             raise InfraError("the session has ended", reason="gateway")

@@ -32,13 +32,14 @@ _Stop = _Text | Annotated[list[_Text], msgspec.Meta(max_length=16)]
 
 
 def _asked_for(body: msgspec.Struct, honoured: Mapping[str, bool]) -> str:
-    """Returns the arguments of a body that are not honoured, with their values."""
+    """Returns the arguments of a body that the gateway cannot honour, with their values. `honoured` says for each
+    argument whether it can."""
     return ", ".join(f"{name} = {getattr(body, name)!r}" for name, is_so in honoured.items() if not is_so)
 
 
 class _OpenAICall(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that the bodies of both calls of OpenAI share. The gateway ignores other fields, such as sampling
-    settings."""
+    """The fields that the bodies of OpenAI's calls `chat/completions` and `completions` share. The gateway ignores
+    other fields, such as sampling settings."""
 
     max_tokens: _Count | None = None
     stop: _Stop | None = None
@@ -89,12 +90,13 @@ class ChatCall(_OpenAICall, frozen=True, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        # They stay dicts, because templates get all of their fields. The error becomes one of the decoder.
+        # Checks the tools. They stay dicts, because templates get all of their fields. msgspec turns the error into one
+        # of the decoder.
         msgspec.convert(self.tools, list[_Tool] | None)
 
     @property
     def answer_tokens(self) -> int | None:
-        """As `_OpenAICall.answer_tokens`."""
+        """The most tokens of the answer, under either of its two names; None without a limit."""
         return self.max_completion_tokens or self.max_tokens
 
     def not_supported(self) -> str:
@@ -111,7 +113,8 @@ class ChatCall(_OpenAICall, frozen=True, kw_only=True):
         return conversation.call(self.messages, tools=self.tools or (), retry=retry)
 
     def answer(self, turn: Turn, *, model: str, number: int) -> dict[str, Any]:
-        """Returns the body of the answer, when the turn is answered. `number` counts the calls of the session."""
+        """Returns the body of the answer to a call whose turn is answered. `number` is that of the turn in the
+        session."""
         assert turn.answer is not None, "the turn is answered"
         reason = "tool_calls" if turn.answer.get("tool_calls") else _reason(turn)
         choice = {"message": turn.answer, "finish_reason": reason}
@@ -123,7 +126,7 @@ class ChatCall(_OpenAICall, frozen=True, kw_only=True):
 
 
 class TextCall(_OpenAICall, frozen=True, kw_only=True):
-    """The body of a call of `completions`: a prompt, as a text or as tokens, in a list of its own or not."""
+    """The body of a call of `completions`: a prompt, as a text or as tokens, alone or as the only entry of a list."""
 
     prompt: str | list[str | _Token | list[_Token]]
     add_special_tokens: bool = True
@@ -133,7 +136,8 @@ class TextCall(_OpenAICall, frozen=True, kw_only=True):
     logprobs: int | None = None
 
     def not_supported(self) -> str:
-        """As `ChatCall.not_supported`."""
+        """Returns the arguments that ask for what the gateway cannot do, e.g. `echo = True`; empty if there are none.
+        """
         honoured = self._honoured | {
             "best_of": self.best_of in (None, 1),
             "echo": not self.echo,
@@ -143,7 +147,8 @@ class TextCall(_OpenAICall, frozen=True, kw_only=True):
         return _asked_for(self, honoured)
 
     def turn(self, conversation: Conversation, *, retry: bool) -> Turn:
-        """As `ChatCall.turn`. Raises Refused if there are several prompts, or if the prompt is empty."""
+        """Returns the turn of the call in a conversation. Raises Refused if there are several prompts, or if the prompt
+        is empty, and the errors of `Conversation`."""
         prompt: Any = self.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             [prompt] = prompt
@@ -156,7 +161,8 @@ class TextCall(_OpenAICall, frozen=True, kw_only=True):
         return conversation.call_with_text(prompt, stop=stop, first_token=first_token, retry=retry)
 
     def answer(self, turn: Turn, *, model: str, number: int) -> dict[str, Any]:
-        """As `ChatCall.answer`."""
+        """Returns the body of the answer to a call whose turn is answered. `number` is that of the turn in the
+        session."""
         choice: dict[str, Any] = {
             "text": str((turn.answer or {}).get("content") or ""),
             "finish_reason": _reason(turn),
@@ -185,7 +191,7 @@ class TokenCall(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def answer_tokens(self) -> int | None:
-        """As `_OpenAICall.answer_tokens`."""
+        """The most tokens of the answer; None without a limit."""
         return self.sampling_params.max_tokens
 
     @property
@@ -194,7 +200,7 @@ class TokenCall(msgspec.Struct, frozen=True, kw_only=True):
         return self.sampling_params.stop
 
     def not_supported(self) -> str:
-        """As `ChatCall.not_supported`."""
+        """Returns the arguments that ask for what the gateway cannot do, e.g. `n = 2`; empty if there are none."""
         honoured = {
             "stream": not self.stream,
             "features": self.features is None,
@@ -204,11 +210,11 @@ class TokenCall(msgspec.Struct, frozen=True, kw_only=True):
         return _asked_for(self.sampling_params, of_sampling) or _asked_for(self, honoured)
 
     def turn(self, conversation: Conversation, *, retry: bool) -> Turn:
-        """As `ChatCall.turn`."""
+        """Returns the turn of the call in a conversation. Raises the errors of `Conversation`."""
         return conversation.call_with_tokens(self.token_ids, retry=retry)
 
     def answer(self, turn: Turn, *, model: str, number: int) -> dict[str, Any]:
-        """As `ChatCall.answer`.
+        """Returns the body of the answer to a call whose turn is answered. `number` is that of the turn in the session.
 
         Each log-prob is written in both forms that clients read: `token_id` as vLLM 0.32 has it, and `token` with the
         text `token_id:N`, which the package renderers demands. `weight_versions` are spans over the sampled tokens.
@@ -252,18 +258,18 @@ async def read_call(request: Request, kind: type[_Body]) -> _Body:
         async for part in request.stream():
             size += len(part)
             if size > MAX_BODY_BYTES:
-                raise Refused(413, "too_large", f"the body of a call may have {MAX_BODY_BYTES} bytes")
+                raise Refused(413, "too_large", f"the body of a call may have at most {MAX_BODY_BYTES} bytes")
             parts.append(part)
     except ClientDisconnect:
         raise Refused(400, "incomplete", "the body of the call is not complete") from None
     try:
         return msgspec.json.decode(b"".join(parts), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(400, "bad_call", f"the body is not as it should be: {error}") from None
+        raise Refused(400, "bad_call", f"the body of the call is not valid: {error}") from None
 
 
 def strings(stop: str | list[str] | None) -> tuple[str, ...]:
-    """Returns the stop strings of a call, which may be one text."""
+    """Returns the stop strings of a call as a tuple. `stop` is one string, a list of strings, or None."""
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
@@ -303,7 +309,8 @@ def response_with(answer: Mapping[str, Any], call: Call) -> Response:
 
 
 def _events(answer: Mapping[str, Any], *, with_usage: bool) -> bytes:
-    """Returns an answer as the events of a stream, the last one with the usage if it is wanted."""
+    """Returns a complete answer as the server-sent events of a stream. With `with_usage`, the last chunk has the
+    numbers of tokens."""
     [choice] = answer["choices"]
     head = {key: answer[key] for key in ("id", "object", "created", "model")}
     if "message" in choice:

@@ -17,7 +17,8 @@ from asyncrl.generation.episodes import Episode, Node, Origin
 from asyncrl.generation.interfaces import Completion
 
 CHARACTERS_PER_TOKEN = 16
-"""Text with more characters for each token than this is rare. Usual text has about four."""
+"""More characters for each token are rare: usual text has about four. Of a text with more for each token of
+`max_length`, only the beginning is made into tokens, to see whether it is too long."""
 
 
 class LimitExceeded(Exception):
@@ -51,9 +52,10 @@ class Turn:
     """A call of an agent: a place in the tree where the model answers, or has answered.
 
     `history` are the call's messages in canonical form, `node` the tokens that the call added, and `length` the number
-    of all tokens of its prompt. `why` says what the chat template does, with `Fork.TEMPLATE`. `reply` is set when the
-    model has answered; `answer` is the message for the agent, which has got it if it is `delivered`, and `then` are the
-    turns that continue it.
+    of all tokens of its prompt. `fork` is the reason if the call does not continue the newest branch, and `why` says
+    what the chat template does, with `Fork.TEMPLATE`. `reply` is set when the model has answered: `answer` is the
+    message for the agent, `closing` the same in canonical form, and `answered_as` the number of the answer in its
+    session. The agent has got the answer if it is `delivered`. `then` are the turns that continue it.
 
     A call with a text has the digest of this text in `asked`, the text itself in `text` until it is answered, and then
     the digest of the text with the answer in `said`. Its answer ends before a stop string; `tail` is the text of its
@@ -82,7 +84,7 @@ class Turn:
 
     @property
     def path(self) -> list["Turn"]:
-        """The turns from the first one to this one."""
+        """The turns of this turn's branch, from the first one to this one."""
         turns, before = [self], self.parent
         while before is not None:
             turns.append(before)
@@ -137,7 +139,8 @@ class Conversation:
     """The calls of one session, which are one sample of a group.
 
     A call raises LimitExceeded if it would begin a branch beyond `max_branches`, if its tokens leave no room for an
-    answer in `max_length`, and after `max_calls` calls. Repeats of a call do not count; calls that were refused do.
+    answer in `max_length`, and after `max_calls` calls. Retries that get the turn of an earlier call do not count;
+    calls that a limit refused do.
     """
 
     def __init__(self, renderer: Renderer, settings: SessionSettings) -> None:
@@ -151,21 +154,21 @@ class Conversation:
 
     @property
     def calls(self) -> int:
-        """Number of the calls, with those that were refused by a limit."""
+        """Number of the calls, with those that a limit refused, and without retries."""
         return len(self.turns) + self._refused
 
     def call(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), retry: bool = False
     ) -> Turn:
-        """Returns the turn of a call. If the call is a `retry` of an earlier one, or if the answer of an equal one
-        never reached the agent, this is that one's turn."""
+        """Returns the turn of a call. If the call is a `retry` of an equal earlier one, or if the answer of an equal
+        earlier one never reached the agent, this is the turn of the earlier call. Otherwise it is a new turn."""
         history, shown = tuple(map(canonical, messages)), compact(list(tools))
         as_long = [turn for turn in self.turns if len(turn.history) == len(history)]
         same = [turn for turn in as_long if turn.history == history and turn.tools == shown]
         texts = (shown, *map(text_of, messages))
         if (again := self._again(same, *texts, retry=retry, history=history, tools=shown)) is not None:
             return again
-        # The longest one is the first one that fits, so a call compares its history with one earlier history only.
+        # Longest first, so that the first turn that fits is the one to continue, and the search ends there.
         longest_first = sorted(self.turns, key=lambda turn: len(turn.history), reverse=True)
         parent = next((turn for turn in longest_first if turn.begins(history, shown)), None)
 
@@ -186,14 +189,15 @@ class Conversation:
         return self._added(None, node, history, shown, fork, why=why)
 
     def call_with_tokens(self, token_ids: Sequence[int], *, retry: bool = False) -> Turn:
-        """Returns the turn of a call whose agent renders the messages itself. It continues the longest earlier sequence
-        with which it begins. Retries are as in `call`."""
+        """Returns the turn of a call whose agent renders the messages itself. The call continues the longest earlier
+        sequence with which its tokens begin. A retry gets the turn of the earlier call, as in `call`."""
         asked = list(token_ids)
         same = [turn for turn in self.turns if turn.length == len(asked) and turn.token_ids == asked]
         return self._again(same, retry=retry) or self._continued(asked)
 
     def _continued(self, asked: list[int]) -> Turn:
-        """Adds a call with tokens, which continue the longest earlier sequence with which they begin."""
+        """Adds a turn for a call with the tokens `asked`. It continues the longest earlier sequence (a prompt and its
+        answer) with which they begin."""
         # Only sequences that are not longer are built and compared. The first one that fits is the longest one.
         answered = [turn for turn in self.turns if turn.reply is not None and turn.whole_length <= len(asked)]
         longest_first = sorted(answered, key=lambda turn: turn.whole_length, reverse=True)
@@ -209,14 +213,15 @@ class Conversation:
         self, text: str, *, stop: tuple[str, ...] = (), first_token: bool = True, retry: bool = False
     ) -> Turn:
         """Returns the turn of a call with a text instead of messages. If it begins with the text of an earlier call and
-        the model's answer, these tokens stay as they are, and only the rest of the text is made into tokens. Retries
-        are as in `call`. `stop` are its stop strings. With `first_token`, the tokenizer may put a token before it."""
+        the model's answer, these tokens stay as they are, and only the rest of the text is made into tokens. A retry
+        gets the turn of the earlier call, as in `call`. `stop` are the call's stop strings. With `first_token`, the
+        tokenizer may put its beginning-of-sequence token first."""
         asked = _digest(text)
         same = [turn for turn in self.turns if turn.asked == asked]
         turn = self._again(same, text, retry=retry)
         if turn is None:
             turn = self._continued(self._tokens_of(text, first_token=first_token))
-        if turn.asked is None:  # it is a new one
+        if turn.asked is None:  # the turn is a new one
             turn.asked, turn.text, turn.stop = asked, text, stop
         return turn
 
@@ -225,12 +230,12 @@ class Conversation:
     ) -> Turn | None:
         """Returns the turn of a call that repeats the earlier calls `same`; None if there are none.
 
-        This is an earlier turn if the call is a `retry`, or if the answer of the last one never arrived. Otherwise it
-        is a new one with the `history` and `tools` of the call. Checks the limits of a new call, also if there are no
-        earlier ones; `texts` are its texts.
+        This is an earlier turn if the call is a `retry`, or if the answer of the last equal call never arrived.
+        Otherwise the model answers once more: it is a new turn with the `history` and `tools` of the call. A call that
+        gets no earlier turn is checked against the limits, also if `same` is empty; `texts` are its texts.
         """
         if same and (retry or (same[-1].reply is not None and not same[-1].delivered)):
-            # The first try of a retry may have failed, while another call of the same kind was answered.
+            # If one of the equal calls has no answer, it is the one that failed and is tried again.
             return next((turn for turn in same if retry and turn.reply is None), same[-1])
         if self.calls >= self._settings.max_calls:
             raise LimitExceeded("max_turns", f"the agent has made {self.calls} calls, the limit environment.max_turns")
@@ -259,7 +264,7 @@ class Conversation:
         turn.reply = Node.of(completion)
         if turn.text is not None:
             text, whole = completion.text, self._renderer.decoded(completion.token_ids, after=turn.token_ids)
-            if text not in whole:  # the prompt ends within a character
+            if text not in whole:  # the prompt ends within a character, so its last bytes change what is decoded
                 whole = text
             end = whole.index(text) + len(text)  # behind the space that some tokenizers leave out before a text
             message = {**message, "content": whole[:end]}
@@ -288,7 +293,8 @@ class Conversation:
             )
 
     def _after(self, parent: Turn, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Node | str:
-        """Returns the tokens that `messages` add after the answer of `parent`, or why they cannot be added."""
+        """Returns the tokens that `messages` add after the answer of `parent`; or as a text, why the chat template
+        cannot add them there."""
         assert parent.reply is not None, "only an answered turn is continued"
         last = parent.reply.token_ids[-1] if parent.reply.token_ids else None
         rest = self._renderer.rest(messages, last=last, tools=tools)
@@ -325,8 +331,8 @@ class Conversation:
         return turn
 
     def _check_texts(self, *texts: str) -> None:
-        """Refuses texts of a call that are much too long by their beginning. To make tokens of megabytes takes seconds,
-        in which the gateway answers no other call."""
+        """Raises LimitExceeded for texts of a call that are much too long. Only their beginning is made into tokens:
+        for megabytes that would take seconds, in which the gateway answers no other call."""
         most = CHARACTERS_PER_TOKEN * self._settings.max_length
         text = "".join(texts)
         if len(text) > most:

@@ -47,7 +47,7 @@ from asyncrl.user_code import describe_error
 TOO_MANY = 429
 """The HTTP status of a call beyond `SessionSettings.calls_at_once`."""
 MAX_TOOL_FAILURES = 200
-"""The most failed calls of tools that are kept of a session."""
+"""The most failed calls of tools that a session records. Further ones are ignored."""
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,13 +104,13 @@ class _Session:
     at_once: int = 0
 
     def refuse(self, code: str, message: str, *, status: int = 400) -> "Refused":
-        """Returns the refusal of a call that exceeds a limit, and remembers it."""
+        """Returns the refusal of a call that exceeds a limit, and remembers its message as the session's `limit`."""
         self.limit = message
         return Refused(status, code, message)
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """The time of a call. Raises Refused if too many calls of the session run already."""
+        """Counts a call as running during the block. Raises Refused if too many calls of the session run already."""
         if self.at_once >= self.settings.calls_at_once:
             message = f"the agent has {self.at_once} calls at once, the limit; wait until one of them is answered"
             raise self.refuse("too_many_calls", message, status=TOO_MANY)
@@ -143,7 +143,7 @@ class Gateway:
     # --- sessions -----------------------------------------------------------------------------------------------
 
     def open(self, settings: SessionSettings, *, url: str) -> tuple[str, Session]:
-        """Opens a session and returns its id and what its agent gets of it."""
+        """Opens a session. Returns its id, and the URL, key and model name for its agent."""
         session = _Session(
             id=secrets.token_hex(8),
             key=secrets.token_urlsafe(24),
@@ -155,7 +155,7 @@ class Gateway:
         return session.id, seen
 
     async def close(self, id: str) -> EndedSession:
-        """Ends a session with all of its calls."""
+        """Ends a session, cancels its running calls, and returns its result."""
         session = self._sessions.pop(id)
         await cancelled(*session.calls.values())
         turns = session.conversation.turns
@@ -182,7 +182,7 @@ class Gateway:
                 error = {"message": str(refused), "type": "invalid_request_error", "code": refused.code}
                 response = json_response({"error": error}, status=refused.status)
                 if refused.status == TOO_MANY:
-                    # Or the client says that its next call is a retry, and gets the answer of an equal call.
+                    # Otherwise the client would send the call again as a retry, which may get an equal call's answer.
                     response.headers["x-should-retry"] = "false"
                 return response
 
@@ -212,7 +212,7 @@ class Gateway:
         return json_response({})
 
     async def _tool_failed(self, session: _Session, request: Request) -> Response:
-        """Keeps a failed call of a tool."""
+        """Records a failed call of a tool that the agent reports."""
         with session.calling():
             failure = await read_call(request, ToolFailure)
             if len(session.tool_failures) < MAX_TOOL_FAILURES:
@@ -220,10 +220,11 @@ class Gateway:
             return json_response({})
 
     async def _answered(self, kind: type[Call], session: _Session, request: Request) -> Response:
-        """Answers a call of this kind."""
+        """Answers a call whose body is of the type `kind`. The engine samples only if the call's turn has no answer
+        yet."""
         with session.calling():
             call = await read_call(request, kind)
-            if self._sessions.get(session.id) is not session:  # it has ended while the body of the call arrived
+            if self._sessions.get(session.id) is not session:  # the session ended while the call's body arrived
                 raise _no_session()
             if what := call.not_supported():
                 raise Refused(400, "not_supported", f"{what} is not supported; leave it out")
@@ -238,9 +239,9 @@ class Gateway:
                 # The call goes on if the client gives up: a retry then gets what was sampled.
                 await asyncio.shield(asyncio.gather(task, return_exceptions=True))
             if turns is not session.conversation.turns:
-                raise Refused(503, "begun_again", "the agent of this session has begun again")
+                raise Refused(503, "begun_again", "the agent of this session has begun again since this call")
             if turn.reply is None:
-                error = session.errors.get(turn, "it was ended")
+                error = session.errors.get(turn, "the call was cancelled")
                 if isinstance(error, DataError):  # such as a token that is not in the model's vocabulary
                     raise Refused(400, "prompt_refused", f"the engine refused the call: {error}")
                 raise Refused(503, "engine_failed", f"the engine did not answer: {error}")
@@ -248,7 +249,8 @@ class Gateway:
             return response_with(call.answer(turn, model=self._model, number=number), call)
 
     def _turn(self, session: _Session, call: Call, headers: Mapping[str, str]) -> Turn:
-        """Returns the place of a call in the conversation."""
+        """Returns the turn of a call in the session's conversation: a new one, or for a retry an earlier one. Raises
+        Refused if a limit or the chat template does not allow the call."""
         idempotent = headers.get("idempotency-key", "")
         if idempotent and idempotent in session.keys:
             return session.keys[idempotent]

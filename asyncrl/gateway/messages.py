@@ -1,4 +1,5 @@
-"""The messages of agents: in one form, in which equal ones are the same, and how two histories of them differ."""
+"""The messages of agents: their canonical form, by which equal messages are recognised, and the difference of two
+histories of messages."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,8 @@ Message = Mapping[str, Any]
 
 
 class Fork(StrEnum):
-    """Why a call began a branch.
+    """Why a call of an agent does not continue the newest branch of its session, but begins a branch or continues an
+    older one.
 
     RESAMPLED: it repeats an earlier call and is no retry. TOOLS_CHANGED: the tools differ. THINKING_STRIPPED: the
     model's thinking was removed from a reply. JSON_REORDERED: the arguments of a tool call are written in another way.
@@ -30,7 +32,7 @@ class Fork(StrEnum):
 
 
 def difference(old: Sequence[str], new: Sequence[str]) -> Fork:
-    """Returns how the history `new` differs from the history `old`."""
+    """Returns how the history `new` differs from the history `old`. Both are lists of messages in canonical form."""
     place = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), None)
     if place is None:
         return Fork.COMPACTED if len(new) < len(old) else Fork.PARALLEL
@@ -101,7 +103,8 @@ def _spelled(arguments: Any) -> str:
 
 
 def compact(value: Any) -> str:
-    return msgspec.json.encode(value, order="sorted").decode()  # each call does this for each message of its history
+    # with msgspec, which is fast, because each call encodes each message of its history
+    return msgspec.json.encode(value, order="sorted").decode()
 
 
 def _without_thinking(message: Mapping[str, Any]) -> str:

@@ -24,9 +24,10 @@ from asyncrl.gateway.messages import Message, compact, for_template, text_of
 _log = logging.getLogger(__name__)
 
 REFUSED_RESULT = "error: the result contains a control token of the model, so it cannot be shown"
-"""The text in place of the result of a tool with control tokens, with `data.control_tokens: refuse`."""
+"""The text that the model reads in place of a tool's result that contains control tokens, with
+`data.control_tokens: refuse`."""
 CONTEXT = 8
-"""Number of tokens before others with which these are decoded."""
+"""Number of earlier tokens with which an answer is decoded, because its first word may depend on what is before it."""
 _ASKED: tuple[Message, ...] = ({"role": "user", "content": "a"},)
 
 
@@ -65,7 +66,8 @@ class Renderer:
         self._closings: dict[tuple[str, bool], list[int] | str] = {}
 
     def end_of(self, *, called: bool) -> int:
-        """Returns the token with which the template ends a turn, or one that calls a tool."""
+        """Returns the token with which the template ends a turn of the model; with `called`, a turn that calls a tool.
+        """
         try:
             closing = self._closing("tool" if called else "user", called=called)
         except REFUSALS:
@@ -111,12 +113,13 @@ class Renderer:
     def rest(
         self, messages: Sequence[Message], *, last: int | None, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int] | str:
-        """Returns the tokens that follow the model's turn, whose last token is `last`: its end if it was cut, what the
-        template puts behind it, the `messages`, and the beginning of the next answer.
+        """Returns the tokens that follow the model's turn, whose last token is `last`: the token that ends a turn, if
+        the turn was cut before it, what the template puts behind it, the `messages`, and the beginning of the next
+        answer.
 
-        Returns the reason instead if they depend on the turns before, if the template refuses the messages after any
-        turn, or if it writes the turns before in another way when messages follow. `tools` are the tools that the call
-        names.
+        Returns the reason as a text instead if these tokens depend on the turns before, if the template refuses the
+        messages after any turn, or if it writes the turns before in another way when messages follow. `tools` are the
+        tools that the call names.
         """
         if self._moves(tools):
             return "the chat template writes earlier messages or the tools in another place when messages follow"
@@ -139,7 +142,7 @@ class Renderer:
     @cached_property
     def _end_begins_message(self) -> bool:
         """Whether the token that ends a turn is the beginning of the next message, such as `<|user|>`: the template
-        does not write it behind the last turn. Then no other end can stand in its place."""
+        does not write it behind the last turn of a conversation. Then no other token of `ends` can replace it."""
         return self.ends.isdisjoint(behind_turn(partial(self._render, prompted=False), []))
 
     def _moves(self, tools: Sequence[Mapping[str, Any]]) -> bool:
@@ -153,7 +156,7 @@ class Renderer:
                     *(self._render([*turn, *_ASKED], tools=tools) for turn in _turns([], called=False))
                 )
             except REFUSALS:
-                self._moved[shown] = False  # it is refused with its reason when it is rendered
+                self._moved[shown] = False  # the call is refused with the template's error when it is rendered
             else:
                 shared = len(common_prefix(asked, before))
                 self._moved[shown] = bool(
@@ -162,9 +165,10 @@ class Renderer:
         return self._moved[shown]
 
     def _closing(self, role: str, *, called: bool) -> list[int] | str:
-        """Returns what the template writes behind the text of a turn that a message of this role follows, up to the
-        first of `ends`. With `called`, the turn calls a tool. Returns the reason if it writes none of them before the
-        text of the message, or if it leaves this text out. Raises the errors of the template."""
+        """Returns what the template writes behind the text of a model's turn that a message of this role follows, up to
+        the first token of `ends`. With `called`, the turn calls a tool. Returns a reason as a text instead if the
+        template writes no token of `ends` before the text of the message, or leaves this text out. Raises the errors of
+        the template."""
         if (role, called) not in self._closings:
             one, other = (
                 common_suffix(*(self._render([*turn, message]) for turn in _turns([message], called=called)))
@@ -186,7 +190,8 @@ class Renderer:
         return self._closings[role, called]
 
     def encoded(self, text: str, *, first_token: bool) -> list[int]:
-        """Returns the tokens of a text. With `first_token`, the tokenizer may put a token before it."""
+        """Returns the tokens of a text. With `first_token`, the tokenizer may put its beginning-of-sequence token
+        first."""
         return list(self._tokenizer(text, add_special_tokens=first_token, verbose=False)["input_ids"])
 
     def continued(self, text: str) -> list[int]:
@@ -245,7 +250,7 @@ class Renderer:
 
 
 def _message(role: str, text: str) -> dict[str, Any]:
-    """Returns a message, which with the role tool is the result of a call of `_turns`."""
+    """Returns a message. With the role `tool`, it is the result of the tool call in a turn of `_turns`."""
     of_tool = {"name": "f", "tool_call_id": "call00000"} if role == "tool" else {}
     return {"role": role, "content": text, **of_tool}
 

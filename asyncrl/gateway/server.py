@@ -34,7 +34,8 @@ from asyncrl.shown_text import log_to_stderr
 HEAD_BYTES = 64 * 2**10
 """Largest head of a request, bytes: its line and its headers. Common clients send less than 1 KiB."""
 REQUEST_BYTES = MAX_BODY_BYTES + 2**20
-"""Largest request, with the sizes of its chunks. A larger body is refused before (`read_call`), with an answer."""
+"""Largest request, bytes, with the lines that give the sizes of its chunks. A connection with a larger one is aborted.
+A body over `MAX_BODY_BYTES` is refused with an answer before that (`read_call`)."""
 
 
 def most_connections() -> int:
@@ -58,7 +59,7 @@ class ConnectionLimits:
 
 
 class Connections:
-    """The open connections of a server."""
+    """The open connections of a server. It ends connections so that the limits are kept."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
@@ -116,7 +117,7 @@ class _Connection(HttpToolsProtocol):
 
     @property
     def waits(self) -> bool:
-        """True if it waits for its client: for a whole request, or until an answer is read."""
+        """True if the connection waits for its client: for a whole request, or until an answer is read."""
         cycle = self.cycle
         return cycle is None or cycle.response_complete or cycle.more_body or self.flow.write_paused
 
@@ -165,7 +166,7 @@ CONCURRENCY = 10_000
 
 
 class GatewayServer:
-    """A gateway that listens on this machine. `sample` answers the calls."""
+    """A gateway with its HTTP server, which listens on this machine. `sample` lets an engine answer the calls."""
 
     def __init__(
         self,
@@ -200,11 +201,11 @@ class GatewayServer:
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]), name="gateway")
 
     async def open(self, sessions: Sequence[SessionSettings]) -> list[tuple[str, Session]]:
-        """Opens sessions. Returns the id of each session, and what its agent gets of it."""
+        """Opens sessions. Returns the id of each session, and the URL, key and model name for its agent."""
         return [self._gateway.open(settings, url=self._url) for settings in sessions]
 
     async def close(self, ids: Sequence[str]) -> list[EndedSession]:
-        """Ends sessions with their running calls."""
+        """Ends sessions, cancels their running calls, and returns their results."""
         return list(await asyncio.gather(*map(self._gateway.close, ids)))
 
     async def shutdown(self) -> None:
@@ -215,7 +216,7 @@ class GatewayServer:
 
 
 class GatewayActor(GatewayServer):
-    """Body of the actor. `replica` is the actor name of the replica whose engine answers."""
+    """Body of the Ray actor that runs a gateway. `replica` is the actor name of the replica whose engine answers."""
 
     def __init__(self, *, config: Config, model_path: str, replica: str) -> None:
         log_to_stderr()
@@ -235,7 +236,7 @@ class GatewayActor(GatewayServer):
 class RemoteGateway:
     """The gateway of a replica, in a process of its own on the same node, which ends with the replica.
 
-    Each call raises InfraError if the gateway does not answer.
+    `open` and `close` raise InfraError if the gateway does not answer.
     """
 
     def __init__(self, *, config: Config, model_path: str, replica: str) -> None:
@@ -253,18 +254,19 @@ class RemoteGateway:
         )
 
     async def start(self) -> None:
-        """Begins to serve. Raises the errors of `GatewayServer`."""
+        """Begins to serve. Raises ActorGone with the cause if the gateway cannot be made, and CallTimeout after
+        `generator.startup_timeout_s`."""
         await finished(
             start(self._actor, GatewayActor.start), timeout_s=self._start_timeout_s, what="the start of the gateway"
         )
 
     async def open(self, sessions: Sequence[SessionSettings]) -> list[tuple[str, Session]]:
-        """As `GatewayServer.open`."""
+        """Opens sessions. Returns the id of each session, and the URL, key and model name for its agent."""
         opened: list[tuple[str, Session]] = await self._answer(start(self._actor, GatewayActor.open, sessions))
         return opened
 
     async def close(self, ids: Sequence[str]) -> list[EndedSession]:
-        """As `GatewayServer.close`."""
+        """Ends sessions, cancels their running calls, and returns their results."""
         ended: list[EndedSession] = await self._answer(start(self._actor, GatewayActor.close, ids))
         return ended
 

@@ -16,7 +16,8 @@ from asyncrl.user_code import describe_error
 _log = logging.getLogger(__name__)
 
 _RANDOM_ID = re.compile(r"(?:chatcmpl-tool-|call_(?:\d+_)?)?([0-9A-Za-z]{9,})")
-"""The ids of vLLM's parsers that are random: hexadecimal digits, and for Mistral's models nine letters and digits."""
+"""Matches ids of tool calls that vLLM's parsers draw at random: hexadecimal digits, and for Mistral's models nine
+letters and digits. Its group is the random part."""
 
 
 class ToolParser:
@@ -103,8 +104,8 @@ def settled_id(id: str, index: int, *tokens: Sequence[int]) -> str:
 
 
 def _is_object(arguments: str) -> bool:
-    """Returns whether the arguments are a JSON object that can be sent back: without halves of characters (`\\ud800`),
-    NaN and infinite numbers, which are no JSON."""
+    """Returns whether the arguments are a JSON object that can be sent to the agent: without lone surrogates
+    (`\\ud800`), NaN and infinite numbers, which are not JSON."""
     try:
         found = json.loads(arguments)
         msgspec.json.encode(found)

@@ -50,7 +50,8 @@ logger = logging.getLogger(__name__)
 
 
 class GeneratorActor:
-    """Body of the actor. Call `start`, then `run` (which returns when the replica is drained), then `shutdown`."""
+    """Body of a replica's Ray actor. Call `start`, then `run` (which returns when the replica is drained), then
+    `shutdown`."""
 
     def __init__(self, *, config: Config, name: str, deployment: str) -> None:
         prepare_environment(config)
@@ -142,7 +143,7 @@ class GeneratorActor:
         return AgentRollouts(config=config, gateway=gateway, engine=engine, scorer=scorer, tokenizer=tokenizer)
 
     async def sample(self, asked: "Asked") -> "Answered":
-        """Answers a call of an agent, for the gateway."""
+        """Lets the engine answer a call of an agent. The gateway, which is a process of its own, calls this."""
         assert self._agents is not None, "only agents have a gateway"
         return await self._agents.sample(asked)
 
@@ -175,7 +176,7 @@ class GeneratorActor:
         async with self._updates.held() as version:
             if version is None:
                 return None, []
-            async with asyncio.timeout(self._config.eval.timeout_s):  # or the learner may wait for these weights
+            async with asyncio.timeout(self._config.eval.timeout_s):  # because no newer weights are loaded meanwhile
                 return version, await self._evaluate(tasks, how=how, at_once=at_once)
 
     async def shutdown(self) -> None:
@@ -186,7 +187,7 @@ class GeneratorActor:
 # Writes the lines that reward code prints to `logs/reward.log` in the run's directory.
 
 MAX_BYTES = 64 * 2**20
-"""Largest size of the file. All replicas of one machine write to the same file."""
+"""Size of the log file above which no more lines are written. All replicas of one machine write to the same file."""
 
 
 class RewardLog:

@@ -1,4 +1,5 @@
-"""The first module of each process of an engine. It imports the engine before vLLM does, without garbage collection."""
+"""The first module that each process of a vLLM engine imports (`children_begin_with`). It imports vLLM's engine without
+garbage collection, before vLLM's own start would import it."""
 
 import gc
 

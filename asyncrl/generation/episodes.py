@@ -43,7 +43,7 @@ class Node:
     """Tokens that were added to an episode together. A sampled node has the log-prob (nats, as sampled) and the version
     of each token, and with `generator.top_k` its support; other nodes have none of these.
 
-    Raises HandshakeError unless this is so (F25).
+    Raises HandshakeError unless this is so (docs/faults.md, F25).
     """
 
     origin: Origin
@@ -117,8 +117,8 @@ class Episode:
 
 
 def single_turn(prompt_ids: Sequence[int], completion: Completion, *, top_k: int | None = None) -> Episode:
-    """Returns the episode of one answer to a prompt. Raises HandshakeError if it was sampled with `top_k`, and does not
-    have supports of so many tokens (F25)."""
+    """Returns the episode of one answer to a prompt. Raises HandshakeError if the answer was sampled with `top_k` and
+    its supports do not have the width `top_k` (docs/faults.md, F25)."""
     width = None if completion.supports is None else completion.supports.shape[1]
     if top_k is not None and width != top_k:
         raise HandshakeError(
@@ -133,7 +133,8 @@ def single_turn(prompt_ids: Sequence[int], completion: Completion, *, top_k: int
 
 
 def of_branches(branches: Sequence[Episode]) -> Episode:
-    """Returns the episode of several branches. It ended as the last one did."""
+    """Returns one episode of several branches. Its text is that of the last branch, and it is truncated if the last
+    branch is."""
     ends = list(accumulate(len(branch.nodes) for branch in branches))
     return Episode(
         nodes=tuple(chain.from_iterable(branch.nodes for branch in branches)),
@@ -197,7 +198,8 @@ def episode_rows(episodes: Sequence[Episode], *, branches: bool = False) -> Batc
 
 
 def _flat(rows: Sequence[Sequence[float]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Returns all numbers of the rows. Each row is converted by itself, so that other threads run in between."""
+    """Returns all numbers of the rows in one array. Each row is converted by itself, so that other threads can run
+    between two rows."""
     return np.concatenate([np.array(row, dtype=dtype) for row in rows]) if rows else np.empty(0, dtype=dtype)
 
 
@@ -205,11 +207,12 @@ def _flat(rows: Sequence[Sequence[float]], dtype: npt.DTypeLike) -> npt.NDArray[
 class Attempt:
     """An attempt to generate a group, which begins with the samples of `prefix`, if there are any.
 
-    Calls `on_progress` from time to time with what the group has so far, and `on_generated` when the engine is done
-    with it. An agent begins anew, and gets the answers of `prefix` for equal calls. With an agent, calls
-    `on_environment` with True when the engine has no call of the group any more, and with False when it has.
+    The rollout calls `on_progress` from time to time with what the group has so far, and `on_generated` when all tokens
+    of the group are sampled. An agent begins anew, and gets the answers of `prefix` for equal calls. With an agent, the
+    rollout calls `on_environment` with True when the engine has no call of the group any more, and with False when it
+    has one again.
 
-    `greedy` says that its tokens must be the most probable ones: those that are not are counted.
+    With `greedy`, each sampled token must be the most probable one, and the others are counted.
     """
 
     prefix: Sequence[PartialCompletion] = ()
@@ -235,7 +238,8 @@ class AgentActivity(TypedDict):
 class Played:
     """The episodes of a group and their scores.
 
-    `environment_s` is the time of the group in which its busiest sample did not wait for the engine, seconds.
+    `environment_s` (seconds) is the time that the scoring took. With agents, it is the time from the start of the
+    sessions to their end, without the time for which the sample that used the engine longest waited for it.
     `continued_tokens` is the number of tokens that an earlier attempt sampled. `activity` is what the agents of the
     group did, if it has any. `tool_failures` are their failed calls of tools. `non_greedy_tokens` is the number of
     sampled tokens that were not the most probable ones; None if the attempt was not `greedy`.

@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """The rewards of the samples of a held-out question. `non_greedy_tokens` is that of a `HeldoutAnswer`."""
+    """The rewards of the samples of a held-out question. `non_greedy_tokens` is the number of tokens that were not the
+    most probable ones, which must be 0 for a single greedy sample; None for several samples."""
 
     of_samples: tuple[float, ...]
     non_greedy_tokens: int | None = None
@@ -34,8 +35,8 @@ Answered = TypeVar("Answered")
 async def evaluate(
     tasks: Sequence[Task], *, how: HeldoutSet, rollouts: Rollouts, coordinator: CoordinatorClient, at_once: int
 ) -> list[Answer]:
-    """Returns the rewards of the answers of each task of a held-out set. Failures are reported to the coordinator at
-    once, because the evaluation may go on for minutes."""
+    """Generates answers to each task of a held-out set, as `how` says, and returns their rewards. A failure is reported
+    to the coordinator when it occurs, because the evaluation may go on for minutes."""
 
     async def rewards(number: int, task: Task) -> Rewards:
         answers = await rollouts.answers(task, how, number=number)

@@ -68,14 +68,14 @@ REFUSED_STATE = {
     Refusal.NO_PROMPTS: "starved_of_prompts",
 }
 RESERVE_WAIT_S = 20.0
-"""Seconds that a reserve waits in the buffer for a ticket, after a first one was refused."""
+"""Seconds that a reserve waits in the buffer for a ticket, if the reserve before it got fewer than it asked for."""
 RESERVE_EVERY_S = 0.02
-"""Least time between two reserves while rollouts run. It is shorter than that of deliveries, because a free slot waits
-for it."""
+"""Least time between two reserves while rollouts run, so that one reserve serves several free slots. It is shorter than
+that of deliveries, because slots stay free meanwhile."""
 HELD_PER_SLOT = 3
 """Most tickets that a replica holds, for each of its slots: of groups that are generated, scored, or wait for their
 delivery. On a busy machine the last two take as long as the generation of short groups, and the engine must not wait
-for them. Groups that wait grow older."""
+for them. The number is bounded, because groups that wait become staler."""
 ONE_TOKEN = (0,)
 """Prompt of a request that only shows whether the engine generates."""
 HEARTBEATS_PER_TIMEOUT = 5
@@ -91,8 +91,8 @@ def throttle_of(starts_per_s: float) -> Throttler:
 class Generator:
     """Generates until `drain` is called. `run` raises when the replica cannot go on.
 
-    The engine is ready when this object is made. `rows` are finished groups, `prefix_rows` partial ones. `started_s`
-    (monotonic clock) is when its process started: the time since then counts as the state "starting".
+    The engine is ready when this object is made. `rows` stores finished groups, and `prefix_rows` partial ones.
+    `started_s` (monotonic clock) is when its process started: the time since then counts as the state "starting".
     """
 
     def __init__(
@@ -283,9 +283,9 @@ class Generator:
             self._prefixes.sampled(ticket, sampled, continued=prefix)
 
     def _abandon(self, keys: Collection[str]) -> None:
-        """Ends the rollouts of tickets that the buffer has ended. This is not a failure.
+        """Ends the rollouts of tickets that the buffer has ended. This does not count as a failure.
 
-        A group that is finished is left to the delivery: the buffer refuses its commit, and its rows are cleared.
+        A group that is finished already is still delivered: the buffer refuses its commit, and its rows are cleared.
         """
         for key in keys:
             if self._running.cancel(key):
@@ -293,7 +293,7 @@ class Generator:
                 self._metrics.samples(self._config.learner.group_size, outcome="cancelled")
             self._held.forget(key)
 
-    # --- calls of a weight update ---------------------------------------------------------------------------------
+    # --- called by `WeightUpdates` --------------------------------------------------------------------------------
 
     def _show_loading(self, loading: bool) -> None:
         self._loading = loading
@@ -345,7 +345,7 @@ class Generator:
 
     async def _engine_stuck(self) -> None:
         """Raises EngineStuck if the engine generates no token for `generator.stall_timeout_s` while rollouts run, and
-        then does not generate one token for a request of its own in the same time."""
+        then does not answer a test request of one token within the same time."""
         limit_s = self._config.generator.stall_timeout_s
         while True:
             await asyncio.sleep(min(1.0, limit_s / 5))
@@ -399,8 +399,8 @@ class Generator:
 
 
 class RunningRollouts:
-    """The tasks of rollouts by the key of their ticket. A rollout calls `generated` when its group is only scored from
-    now on."""
+    """The asyncio tasks of rollouts, by the key of their ticket. `generated` records that a group has all of its tokens
+    and is only scored from then on."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[object]] = {}
@@ -471,8 +471,8 @@ class RunningRollouts:
         self._one_ended.set()
 
     async def more_ends(self, *, wait_s: float) -> None:
-        """Waits `wait_s` seconds, so that the next call serves the rollouts that end meanwhile. Returns when none is
-        left."""
+        """Waits `wait_s` seconds, so that one reserve or delivery serves all rollouts that end meanwhile. Returns
+        earlier when no rollout runs any more."""
         if self._tasks and wait_s > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
@@ -515,7 +515,7 @@ class HeldTickets:
         return iter(self._tokens)
 
     def report(self) -> HeldReport:
-        """Returns what the next heartbeat sends."""
+        """Returns the report that the next heartbeat sends, with the next number."""
         number, self._next_number = self._next_number, self._next_number + 1
         return HeldReport(
             number=number,
@@ -589,8 +589,8 @@ three calls to other processes."""
 
 @dataclass(kw_only=True)
 class Delivery:
-    """Delivers what has ended, in the order in which it ended. `verified` waits until the weights of the replica are
-    verified."""
+    """Delivers rollouts that have ended, in the order in which they ended: stores and commits finished groups, and
+    reports failures. `verified` waits until the weights of the replica are verified."""
 
     coordinator: CoordinatorClient
     rows: Rows
@@ -640,7 +640,8 @@ class Delivery:
                     lost = InfraError(f"could not store the rows of finished groups: {error}", reason="row_store")
                     ended = [self._as_failed(each, lost) for each in ended]
                     stored = False
-            # In the order in which they ended: storing rows takes time, and the buffer counts failures in a row.
+            # Commits and failures go to the buffer in the order in which the rollouts ended, because it counts failures
+            # in a row.
             for failed, part in itertools.groupby(ended, key=lambda each: isinstance(each, FailedTicket)):
                 if failed:
                     await self._report([each for each in part if isinstance(each, FailedTicket)])
@@ -682,8 +683,8 @@ class Delivery:
             await self._clear(refused)
 
     async def _clear(self, keys: Sequence[str]) -> None:
-        """Clears the rows of refused groups, or of a put that failed: it may have stored them before its answer was
-        lost."""
+        """Clears the rows of refused groups, or of a put that failed: the put may have stored them before its answer
+        was lost."""
         try:
             await self.rows.clear(keys)
         except (RunError, TimeoutError) as error:

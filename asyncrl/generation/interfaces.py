@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 Supports = npt.NDArray[np.int32]
-"""The supports of some tokens, [tokens, K]."""
+"""The supports of some sampled tokens, [tokens, K]: the ids of the tokens among which each was sampled, −1 beyond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +47,8 @@ class PartialCompletion:
     ids of the tokens among which each token was sampled, −1 beyond them; it is None without `generator.top_k`.
 
     A sample of an agent has the tokens of all its answers one after another. `calls` has for each token the id of the
-    call that it answers. `ends` has at the last token of an answer its state (`asyncrl.generation.prefixes`), and 0 at
-    the others.
+    call that it answers. `ends` has at the last token of an answer its state (1 runs, 2 finished, 3 finished at the
+    length limit), and 0 at the others.
     """
 
     token_ids: list[int]
@@ -61,7 +61,7 @@ class PartialCompletion:
     ends: list[int] = field(default_factory=list)
 
     def part(self, start: int, end: int, *, finished: bool, truncated: bool = False) -> PartialCompletion:
-        """Returns the tokens from `start` to `end`, as those of one answer."""
+        """Returns the tokens from `start` to `end` as a completion of their own, without `calls` and `ends`."""
         return PartialCompletion(
             token_ids=self.token_ids[start:end],
             logprobs=self.logprobs[start:end],
@@ -103,7 +103,7 @@ class Sampled(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTimes:
-    """Seconds of one weight update: until the engine had paused, to load the weights, and to resume."""
+    """Seconds that one weight update took to pause generation, to load the weights, and to resume generation."""
 
     pause_s: float
     load_s: float
@@ -115,7 +115,7 @@ class InferenceEngine(Protocol):
 
     @property
     def prompt_tokens(self) -> PromptTokens:
-        """The prompt tokens of the requests so far, and those of them that were not computed again."""
+        """The number of prompt tokens of all requests so far, and of those that came from the prefix cache."""
         ...
 
     async def generate(
@@ -131,8 +131,9 @@ class InferenceEngine(Protocol):
         on_progress: Callable[[Sampled], None] | None = None,
         count_non_greedy: bool = False,
     ) -> list[Completion]:
-        """Returns n completions of one prompt. Child i samples with seed + i. Temperature 0 is greedy; seed is None.
-        Other temperatures sample with `generator.top_k`, `top_p` and `min_p`, and then completions have supports.
+        """Returns n completions of one prompt, its children. Child i samples with seed + i; with None, from random
+        numbers of the engine. Temperature 0 is greedy, and `seed` must be None then. Other temperatures sample with
+        `generator.top_k`, `top_p` and `min_p`, and with `top_k` completions have supports.
 
         A completion ends when its text contains one of `stop` or of `generator.stop`. The tokens of the stop string
         are the last tokens of the completion. The engine calls `on_progress` from time to time with what it has sampled
@@ -143,7 +144,7 @@ class InferenceEngine(Protocol):
         `asyncrl.generation.prefixes.seed_of`. `max_tokens` includes the prefix.
 
         With `count_non_greedy`, completions have their `non_greedy_tokens`, without those of a prefix. At temperature 0
-        there are none.
+        this number must be 0.
         """
         ...
 
@@ -224,7 +225,7 @@ class GenerationInterface(ABC):
     @abstractmethod
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> bool:
         """Brings weights ("weights"), KV cache ("kv_cache") or both (None) back to the engines' devices. The tag
-        "weights" also discards an incomplete update by shared memory: the next group begins a new update."""
+        "weights" also discards an incomplete update by shared memory: the next group of tensors begins a new one."""
 
     @abstractmethod
     def finish_generation(self) -> bool:
@@ -245,8 +246,9 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def update_weights_from_ipc_handles(self, ipc_handles: Mapping[str, Any]) -> bool:
-        """Lets every engine apply one group of `get_weights_ipc_handles`. The first group of a refit begins an update,
-        and the last group completes it. The engines do not generate between the two."""
+        """Lets every engine apply one group of tensors, whose handles the policy's `get_weights_ipc_handles` returned.
+        The first group of a refit begins an update, and the last group completes it. The engines do not generate
+        between the two."""
 
     @abstractmethod
     def invalidate_kv_cache(self) -> bool:

@@ -1,4 +1,5 @@
-"""Lists the parameters of a model from its config. Offered weights are compared with this list before they are used."""
+"""Lists the parameters of a model from its config. Names, shapes and dtypes of weights that a learner offers are
+compared with this list before an engine loads them."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ def model_without_weights(model_path: str, *, lora: LoraSection | None = None) -
 
 
 def adapted_modules(model_path: str, lora: LoraSection) -> list[str]:
-    """Returns the last parts of the names of the layers that have an adapter, each once."""
+    """Returns the last parts of the names of the layers that have an adapter, each once, such as `q_proj`."""
     from asyncrl.policy.adapter import module_of
 
     return sorted({module_of(name) for name in expected_parameters(model_path, dtype="", lora=lora)})

@@ -37,11 +37,11 @@ PREFIX_COLUMNS = (
     "sample_state",
 )
 """Columns of stored partial generations: per token its id, log-prob, and version (step and incarnation); per sample the
-number of its tokens, and its state: 0 runs, 1 finished, 2 finished at the length limit. With `generator.top_k`, also
-the support of each token."""
+number of its tokens, and its state: 0 runs, 1 finished, 2 finished at the length limit. With `generator.top_k`, there
+is also the support of each token, the tokens among which it was sampled."""
 TURN_COLUMNS = ("turn_calls", "turn_ends")
 """Further columns of the samples of agents, per token: the id of the call that the token answers, and at the last token
-of an answer its state as above, plus 1; 0 at other tokens."""
+of an answer the state of the answer (1 runs, 2 finished, 3 finished at the length limit); 0 at other tokens."""
 _RUNS, _FINISHED, _TRUNCATED = range(3)
 
 
@@ -68,7 +68,8 @@ def hash_of(text: str) -> int:
 
 
 def engine_seed(seed: int, name: str) -> int:
-    """Returns the seed (32 bits) of an engine's requests without one: a hash of `run.seed` and the engine's name."""
+    """Returns the seed (32 bits) from which an engine samples requests that have no seed of their own: a hash of
+    `run.seed` and the engine's name."""
     return int.from_bytes(hashlib.blake2b(f"{seed},{name}".encode(), digest_size=4).digest(), "big")
 
 
@@ -133,7 +134,8 @@ def samples_of_rows(rows: BatchedDataDict, *, prefix: Prefix) -> list[PartialCom
 def prefix_of(
     samples: Sequence[PartialCompletion], *, attempt: int, continued: Sequence[PartialCompletion] = ()
 ) -> Prefix:
-    """Returns the record of stored samples, which `attempt` generated after `continued`, those of an earlier one."""
+    """Returns the record of stored samples for the buffer. The attempt `attempt` stored them, and began with
+    `continued`, the samples of an earlier attempt."""
     return Prefix(
         attempt=attempt,
         tokens=sum(len(sample.token_ids) for sample in samples),
@@ -143,7 +145,8 @@ def prefix_of(
 
 
 def joined(turns: Sequence[tuple[int, PartialCompletion]]) -> PartialCompletion:
-    """Returns the answers of an agent's sample to calls, each of which has a token, as one sample."""
+    """Returns the answers of one agent's sample, one after the other, as one PartialCompletion. `turns` has pairs (id
+    of the call, answer), and each answer has at least one token."""
     answers = [answer for _, answer in turns]
     supports = [answer.supports for answer in answers if answer.supports is not None]
     return PartialCompletion(
@@ -183,8 +186,8 @@ def _state(sample: PartialCompletion) -> int:
 
 
 class PrefixKeeper:
-    """Stores a group when one of its samples has grown by `every_tokens` tokens since the last put, and no put of the
-    group runs. With 0, it stores nothing. `support`: tokens have supports (`generator.top_k`).
+    """Stores a group when one of its samples has grown by `every_tokens` tokens since it was stored last, and no put of
+    the group runs. With 0, it stores nothing. With `support`, tokens have supports (`generator.top_k`).
 
     `verified` waits until the last weight update is verified. `stored` is called after each successful put, with the
     key of the ticket and the stored prefix.
@@ -208,8 +211,8 @@ class PrefixKeeper:
         self._puts: dict[str, asyncio.Task[None]] = {}
 
     async def read(self, ticket: Ticket, *, turns: bool = False) -> list[PartialCompletion]:
-        """Returns the samples with which the ticket's attempt begins; none if nothing is stored or can be read. Those
-        of agents have `turns`."""
+        """Returns the samples with which the ticket's attempt begins; none if nothing is stored or can be read. With
+        `turns`, for tasks with an agent, also reads `TURN_COLUMNS`."""
         prefix = ticket.prefix
         if prefix is None:
             return []
@@ -262,6 +265,10 @@ class PrefixKeeper:
             rows, prefix = await beside_loop(built, tokens=sum(len(sample.token_ids) for sample in samples))
             await self._rows.put({ticket.key: rows})
         except Exception as error:
-            logger.warning("group %s is not stored, and a later attempt may begin again: %s", ticket.key, error)
+            logger.warning(
+                "the tokens so far of group %s were not stored, and a later attempt may begin again: %s",
+                ticket.key,
+                error,
+            )
             return
         self._stored(ticket.key, prefix)

@@ -1,4 +1,5 @@
-"""Decides about groups in which the reward of some completions failed (`environment.on_error`), and reports these."""
+"""Decides what becomes of groups in which the reward of some completions failed (`environment.on_error`), and reports
+these failures."""
 
 import logging
 import uuid
@@ -64,12 +65,12 @@ def components_of(scores: Sequence[Score]) -> dict[str, tuple[float | None, ...]
 
 
 def failures_of(scores: Sequence[Score], *, prompt: str) -> tuple[Failure, ...]:
-    """Returns the failures of the completions of a group that is trained nevertheless."""
+    """Returns a record of each completion whose reward failed, in a group that is trained nevertheless."""
     return tuple(Failure.of(score, prompt=prompt) for score in scores if isinstance(score, DataError))
 
 
 def failures_of_tools(failures: Iterable[ToolFailure], *, prompt: str) -> tuple[Failure, ...]:
-    """Returns the failed calls of tools of the agents of a prompt."""
+    """Returns a record of each failed call of a tool by the agents of a prompt."""
     return tuple(
         Failure(
             failure_class=FailureClass.DATA,
@@ -84,7 +85,8 @@ def failures_of_tools(failures: Iterable[ToolFailure], *, prompt: str) -> tuple[
 
 
 async def report_failures(failures: Sequence[Failure], coordinator: CoordinatorClient) -> None:
-    """Reports failed completions and calls of tools of groups that were committed, with the first of each kind."""
+    """Reports to the coordinator the failed completions and calls of tools of committed groups: the number of each kind
+    of failure, and the first one of it."""
     if not failures:
         return
     of_label: dict[str, list[Failure]] = {}

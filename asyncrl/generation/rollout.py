@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedGroup:
     """A scored group: metadata for the buffer, rows for the data plane, and the seconds that scoring took. `failures`
-    has the failures of rewards and of tools. `activity` is what its agents did, if it has any."""
+    has the failures of single rewards and of tool calls. `activity` is what the group's agents did; None without
+    agents."""
 
     meta: GroupMeta
     rows: BatchedDataDict
@@ -88,7 +89,8 @@ class Rollouts:
         return self.agents if self.agents is not None and self.scorer.runs_agent(task) else None
 
     async def run(self, ticket: Ticket, attempt: Attempt) -> FinishedGroup:
-        """Generates the whole group in one call, so that its samples share the prompt's KV cache, and scores it."""
+        """Generates a ticket's whole group in one call of the engine, so that its samples share the prompt's KV cache,
+        and scores it. With an agent, the agent's calls generate the samples."""
         played = await self._played(
             ticket.task,
             samples=self.config.learner.group_size,
@@ -102,8 +104,9 @@ class Rollouts:
         )
 
     async def answers(self, task: Task, how: HeldoutSet, *, number: int) -> list[HeldoutAnswer]:
-        """Generates the completions of a task of a held-out set, as `how` says. They belong to no group. One completion
-        is greedy. If samples have seeds of their own, those of the task follow from its `number` in the evaluation.
+        """Generates and scores the completions of a task of a held-out set, as `how` says. They belong to no group. A
+        single completion is greedy. If samples have seeds of their own (`generator.seeded`), those of the task follow
+        from its `number` in the evaluation.
 
         Raises DataError if a reward fails.
         """
@@ -130,7 +133,7 @@ class Rollouts:
     async def _played(
         self, task: Task, *, samples: int, seed: int | None, temperature: float, attempt: Attempt
     ) -> Played:
-        """Returns the scored episodes of a task."""
+        """Generates `samples` episodes of a task, by one call of the engine or by the task's agent, and scores them."""
         task = replace(task, generation_prompt=self._generation_prompt)
         if (agents := self.agents_of(task)) is not None:
             return await agents.run(task, samples=samples, seed=seed, temperature=temperature, attempt=attempt)
@@ -203,7 +206,7 @@ def finished_group(ticket: Ticket, played: Played, *, config: Config, replica: s
     rewards = rewards_of(scores, config=config)
     spans = tuple(episode.version_spans for episode in episodes)
     steps = [span.step for of_episode in spans for span in of_episode]
-    prompt_tokens = min(episode.prompt_tokens for episode in episodes)  # those of agents may differ
+    prompt_tokens = min(episode.prompt_tokens for episode in episodes)  # agents may begin with different prompts
     read = tuple(episode.tokens - prompt_tokens - episode.sampled_tokens for episode in episodes)
     rows = episode_rows(episodes, branches=config.most_branches > 1)
     support_bytes = rows[SUPPORT].shape[2] * BYTES_PER_SUPPORT_TOKEN if SUPPORT in rows else 0

@@ -52,7 +52,7 @@ class EngineProcesses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def node_id() -> str:
-    """Returns where a pid means the same process: the host, its boot, and the namespace of its pids.
+    """Returns a name for the place within which a pid names one process: the host, its boot, and its namespace of pids.
 
     The containers of one machine may have the same host name, but they have namespaces of their own. A system that does
     not show its boot or its namespaces (some sandboxes) is known by its host name only.
@@ -74,8 +74,8 @@ def boot_id() -> str | None:
 
 
 def staged_weights(run: str, *, cluster: str) -> str:
-    """Returns the name of the file in /dev/shm that leads the replicas of a run on this node to the memory for staged
-    weights. Replicas that see other processes, as in another container, have another file."""
+    """Returns the name of the file in /dev/shm by which the replicas of a run on this node find the memory for staged
+    weights that they share. Replicas in another namespace of pids, as in another container, have another file."""
     where = f"{node_id()} {cluster} {run}"
     return f"asyncrl-weights-{xxhash.xxh3_64_hexdigest(where.encode())}"
 

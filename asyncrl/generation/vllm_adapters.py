@@ -48,7 +48,8 @@ def engine_arguments(config: Config, lora: LoraSection, modules: list[str]) -> d
 
 
 def slots(config: Config) -> int:
-    """Returns the number of adapters that an engine holds: η + 2, the most that running requests have.
+    """Returns the number of adapters that an engine holds: η + 2, the most that running requests use at the same time.
+    η is `staleness.max_versions`.
 
     Each group that is generated is due at the learner's step v or later, so it began with version v − η or newer
     (docs/guarantees.md), and the newest version is at most v + 1. Groups whose tickets have ended may have older ones
@@ -58,7 +59,7 @@ def slots(config: Config) -> int:
 
 
 def vllm_rank(lora: LoraSection) -> int:
-    """Returns vLLM's rank for adapters: the smallest one that it supports, and to which it pads them."""
+    """Returns the rank to which vLLM pads the adapters: the smallest one that it supports and that is large enough."""
     return next(rank for rank in VLLM_RANKS if rank >= lora.rank)
 
 
@@ -95,7 +96,7 @@ class VLLMAdapters:
         self, manifest: Manifest, staged: StagedWeights, *, on_paused: Callable[[], None] | None = None
     ) -> LoadTimes:
         """Loads the adapter in `staged`, which the caller has verified. Later requests begin with it. `on_paused` is
-        called right before.
+        called right before the first of them may begin.
 
         Raises WeightError if there is no room for it, or if vLLM does not load it. Then nothing has changed.
         """
@@ -124,7 +125,7 @@ class VLLMAdapters:
 
     @contextmanager
     def used(self) -> Iterator[Adapter]:
-        """Gives the newest adapter to a request, and keeps it until the end of the block."""
+        """Yields the newest adapter for a request, and keeps it from being dropped until the end of the block."""
         adapter = self.newest
         assert adapter is not None, "a replica starts no request before it has loaded a version"
         self._users[adapter.name] += 1

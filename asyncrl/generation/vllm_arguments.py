@@ -85,7 +85,8 @@ def engine_arguments(
     transfer.
 
     The arguments of `generator.engine_args` come last. The configuration refuses those that must keep their value here
-    (`asyncrl.config.engine_args`). See `VLLMEngine.start` for the parameters.
+    (`asyncrl.config.engine_args`). `name` is that of the engine, for its seed. Without `load_weights`, the weights are
+    random at first. `sleep_mode` lets the engine free its device memory.
     """
     generator, lora = config.generator, config.model.lora
     sequences = generator.max_concurrent_groups * config.learner.group_size

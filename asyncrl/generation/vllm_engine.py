@@ -47,7 +47,8 @@ nothing to save, and Python needs 4 s of CPU time to end one of them in order.""
 PROGRESS_EVERY_S = 0.5
 """Seconds between two reports of what a call has sampled so far. The heartbeats that carry it are sent every second."""
 STORED_PROGRESS_EVERY_S = 0.01
-"""The same if partial generations are stored: then a report may follow every few tokens. A report takes some 10 µs."""
+"""Seconds between two such reports if partial generations are stored, so that they can be stored every few tokens. A
+report takes some 10 µs."""
 
 
 def prepare_environment(config: Config) -> None:
@@ -107,7 +108,8 @@ class VLLMEngine:
         self._names = {process.pid: _name_of(process) for process in processes}
         folders = [] if adapters is None else [adapters.folder.name]
         self.processes = EngineProcesses.of(processes, also=folders)
-        """The supervisor makes sure that these processes and segments are gone, also after the engine was killed."""
+        """The engine's processes, and its names in /dev/shm. The process that started the engine uses this to end and
+        remove them, also after the engine was killed."""
         self._requests = itertools.count()
         self._running: set[str] = set()
         self._aborts = 0
@@ -279,8 +281,8 @@ class VLLMEngine:
 
     @contextmanager
     def _progress(self, children: Sequence[Child], on_progress: Callable[[Sampled], None] | None) -> Iterator[None]:
-        """Reports from time to time, while the requests of the block run, what they have sampled, and again at their
-        end."""
+        """Calls `on_progress` from time to time, while the requests of the block run, with what they have sampled, and
+        again when they have ended without an error."""
         if on_progress is None:
             yield
             return
@@ -312,7 +314,7 @@ class VLLMEngine:
         # vLLM knows the text of its own request only, and a stop string may begin in the prefix. Its text of a request
         # with stop strings also begins with a space that `decode` leaves out for some tokenizers.
         sample = until_stop(sample, stops, decode) if stops else sample
-        ended = sample.token_ids[-1:] == self._further_ends  # this token need not be a special one
+        ended = sample.token_ids[-1:] == self._further_ends  # need not be a special token, which `decode` leaves out
         text = before_stop(decode(sample.token_ids[:-1] if ended else sample.token_ids), stops)
         return Completion(
             token_ids=sample.token_ids,
@@ -325,7 +327,8 @@ class VLLMEngine:
         )
 
     def _adapter(self) -> AbstractContextManager[Adapter | None]:
-        """Returns the adapter for a new request, which it must hold until its end; None without `model.lora`."""
+        """Returns a context manager for a new request, which yields the adapter to use and keeps it until the request
+        ends. It yields None without `model.lora`."""
         return nullcontext() if self._adapters is None else self._adapters.used()
 
     async def _request(self, tokens: Sequence[int], children: Sequence[Child], **sampling: Any) -> Any:
@@ -390,7 +393,7 @@ async def processes_of(llm: Any) -> list[psutil.Process]:
 
 
 def _ended_at(max_tokens: int, sample: PartialCompletion) -> PartialCompletion:
-    """Returns a sample of a prefix, as a finished one if it has no room for another token."""
+    """Returns a sample of a prefix. If it has `max_tokens` tokens already, it is returned as finished and truncated."""
     if sample.finished or len(sample.token_ids) < max_tokens:
         return sample
     return dataclasses.replace(sample, finished=True, truncated=True)

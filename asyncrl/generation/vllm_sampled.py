@@ -22,7 +22,7 @@ from asyncrl.errors import ConfigError, DataError, InfraError
 from asyncrl.generation.interfaces import PartialCompletion, Supports
 
 _ENDS = ("stop", "length")
-"""vLLM's finish reasons of a completion that ended in order."""
+"""vLLM's finish reasons of a completion that can be trained: at an end or stop string, and at the length limit."""
 
 
 @dataclass(slots=True)
@@ -30,10 +30,10 @@ class Child:
     """One completion: the prefix with which it began, its request with the child's index in it, and the request's
     output for it when the request has ended. `sampled` is the number of tokens that its request had at the last look. A
     completion that was finished before has no request. `version` is the version of the request's adapter: with an
-    adapter, all tokens of a request have one version, and vLLM's labels are not of it. `top_k` is `generator.top_k` if
-    the request samples with it.
+    adapter, all tokens of a request have this version, and vLLM's own labels of versions are not used. `top_k` is
+    `generator.top_k` if the request samples with it.
 
-    What it returns raises DataError if a token lacks its log-prob or its version, or with `top_k` its support.
+    `so_far` and `ended` raise DataError if a token lacks its log-prob or its version, or with `top_k` its support.
     """
 
     prefix: PartialCompletion
@@ -50,8 +50,8 @@ class Child:
         return self._continued(tokens, logprobs, state.weight_version_starts)
 
     def ended(self, output: Any) -> PartialCompletion:
-        """Returns the completion with the final output of vLLM for the rest. Its `finished` is False if it did not end
-        in order, so that another attempt continues it."""
+        """Returns the completion after its request has ended: its prefix, and the rest from vLLM's final `output`. It
+        is not `finished` if vLLM ended it for another reason than `_ENDS`, so that another attempt continues it."""
         starts = [(span.version, span.start) for span in output.weight_versions or []]
         return self._continued(output.token_ids, output.logprobs, starts, reason=output.finish_reason)
 
@@ -80,7 +80,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class SampledByVLLM:
-    """Implements `Sampled`."""
+    """What vLLM has sampled so far of the completions `children` of one call. Implements the protocol `Sampled`."""
 
     llm: Any
     children: Sequence[Child]
@@ -127,10 +127,10 @@ class SampledByVLLM:
 
 
 def check_end(finish_reason: str | None) -> None:
-    """Raises an error unless a completion with this finish reason of vLLM ended in order.
+    """Raises an error unless this finish reason of vLLM is one of `_ENDS`, those of completions that can be trained.
 
-    Raises InfraError if it was aborted or the engine failed, because another attempt may succeed. Raises DataError for
-    every other reason, such as `repetition`: another attempt would end in the same way.
+    Raises InfraError if the completion was aborted or the engine failed, because another attempt may succeed. Raises
+    DataError for every other reason, such as `repetition`: another attempt would end in the same way.
     """
     if finish_reason == "abort":
         raise InfraError("the request was aborted", reason="aborted")
@@ -145,8 +145,8 @@ def check_end(finish_reason: str | None) -> None:
 
 
 def _versions(starts: Sequence[tuple[str, int]], tokens: int, *, version: Version | None) -> list[Version]:
-    """Returns the version of each token. `starts` are (version, first token) of the spans. With an adapter it is the
-    adapter's `version`."""
+    """Returns the version of each token. `starts` has a pair (label of the version, index of the first token) for each
+    span of tokens of one version. With an adapter, each token has the adapter's `version`."""
     if version is not None:
         return [version] * tokens
     if not tokens:
@@ -183,7 +183,7 @@ def until_stop(
 
 def non_greedy_tokens(output: Any) -> int:
     """Returns how many tokens of an output of vLLM were not the most probable ones. Its request has asked for the
-    log-prob of at least one most probable token beside that of the sampled one. No output has no such token.
+    log-prob of at least one most probable token beside that of the sampled one. Returns 0 if `output` is None.
 
     vLLM's `rank` does not tell: it also counts the tokens with exactly the log-prob of the sampled one, so it is 2 if
     the two largest logits are equal. A greedy token has the largest logit, and equal logits have equal log-probs: vLLM
@@ -216,7 +216,7 @@ some 1e-6."""
 def sampling_parameters(generator: GeneratorSection, *, vocabulary: int) -> dict[str, Any]:
     """Returns the fields of vLLM's `SamplingParams` for sampling with `generator.top_k`; none without it.
     `vocabulary` is the number of tokens of the model, the most log-probs that vLLM can return. Raises ConfigError for
-    `top_p` or `min_p` without `top_k`, which a run refuses before, and a loop of your own only here."""
+    `top_p` or `min_p` without `top_k`. A run refuses these before it starts, but a loop of the user's own only here."""
     if problems := list(filters_without_top_k(generator)):
         raise ConfigError("\n".join(problems))
     if generator.top_k is None:
@@ -230,8 +230,8 @@ def sampling_parameters(generator: GeneratorSection, *, vocabulary: int) -> dict
 
 
 def supports_of(token_ids: Sequence[int], logprobs: Any, *, top_k: int) -> Supports:
-    """Returns the supports [tokens, top_k] of sampled tokens, −1 beyond them, from vLLM's `FlatLogprobs`. It has for
-    each token an entry of itself, and then the same number of entries of the most probable tokens.
+    """Returns the supports [tokens, top_k] of sampled tokens, −1 beyond them. `logprobs` is vLLM's `FlatLogprobs`. It
+    has for each sampled token its own entry, and then the entries of the most probable tokens, as many for each.
 
     Raises DataError if a support is not whole: if it lacks the sampled token, or if its probabilities do not add up
     to 1.

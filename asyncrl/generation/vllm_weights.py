@@ -56,7 +56,8 @@ class VLLMWeights:
         self._pipe: tuple[int, int] | None = None
         self._preparations = 0
         self.version: Version | None = None
-        """The version that was loaded whole last; None while the engine is torn."""
+        """The last version of which all tensors were applied; None from an update that failed half way until a whole
+        one."""
         self.loads = 0
         """Number of updates that have begun."""
         self.is_whole = True
@@ -69,7 +70,7 @@ class VLLMWeights:
         self._pipe = None
 
     async def name(self, version: Version) -> None:
-        """Labels the weights that the engine started with."""
+        """Labels the tokens of the weights that the engine started with as those of `version`."""
         await self._llm.update_weight_version(str(version))
         self.version = version
 
@@ -180,8 +181,9 @@ class VLLMWeights:
     # -- bytes in memory that a learner's ranks share ----------------------------------------------------------------
 
     async def load_shared(self, handles: Mapping[str, SharedGroup], *, expected: Parameters) -> bool:
-        """Applies one group of `get_weights_ipc_handles`. Returns True if the update is complete, that is, if all
-        parameters of `expected` were applied. The learner may free the group afterwards.
+        """Applies one group of tensors in memory that the learner's ranks share. `handles`, from the policy's
+        `get_weights_ipc_handles`, has the group for each device. Returns True if the update is complete, that is, if
+        all parameters of `expected` were applied. The learner may free the group afterwards.
 
         The first group begins the update, and the last one completes it. Raises ManifestMismatch or VersionRegression
         before the first group is applied, and TornReplica for every error after that.
@@ -214,7 +216,7 @@ class VLLMWeights:
         return True
 
     def start_over(self) -> None:
-        """Discards an incomplete update by groups: the next group begins a new update."""
+        """Discards an incomplete update by shared memory: the next group of tensors begins a new update."""
         self._loading = None
 
     # -- an update, step by step -------------------------------------------------------------------------------------
@@ -277,7 +279,7 @@ class VLLMWeights:
 
 
 def _mapped(manifest: Manifest, staged: StagedWeights) -> dict[str, Any]:
-    """Returns how vLLM's workers get at the staged bytes of a version."""
+    """Returns the `update_info` with which vLLM's workers map and read the staged bytes of a version."""
     return {
         "path": staged.path,
         "nbytes": staged.flat.nbytes,
@@ -287,7 +289,7 @@ def _mapped(manifest: Manifest, staged: StagedWeights) -> dict[str, Any]:
 
 
 def _check_group(entries: Sequence[TensorEntry], expected: Parameters) -> None:
-    """Raises ManifestMismatch unless every tensor is a parameter in `expected`."""
+    """Raises ManifestMismatch unless every tensor is a parameter in `expected`, of the same shape and dtype."""
 
     found = {entry.name: (entry.shape, entry.dtype) for entry in entries}
     known = {name: expected[name] for name in found if name in expected}

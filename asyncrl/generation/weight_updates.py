@@ -187,7 +187,8 @@ class WeightUpdates:
             raise error
 
     async def _refused(self, error: WeightError, *, times: int) -> None:
-        """Names the error of an update that was refused for the `times`-th time in a row, and pauses."""
+        """Logs the error of an update that was refused for the `times`-th time in a row, and pauses before the next
+        one is fetched."""
         self._metrics.weight_update(outcome="refused", phase_seconds={})
         pause_s = min(LONGEST_REFETCH_PAUSE_S, REFETCH_PAUSE_S * 2 ** min(times - 1, 10))
         logger.error(
@@ -210,7 +211,8 @@ class WeightUpdates:
             await replica.fail_unverified(InfraError(str(error), reason="parity"))
 
     async def _update(self, publication: Publication, replica: UpdateHooks) -> bool:
-        """Loads a version. Returns False if it waited for `held` instead: there may be a newer version by now."""
+        """Loads a version. Returns False without loading it if it had to wait for the end of a `held` block: there may
+        be a newer version by now."""
         manifest = publication.manifest
         if not is_news(manifest.version, self.version):
             self._metrics.weight_update(outcome="repeated", phase_seconds={})
@@ -221,7 +223,7 @@ class WeightUpdates:
         await self._stage(publication)
         seconds["fetch"] = self._clock() - started_s
         if self._held.locked():
-            self._staged.release()  # the other replicas of the node do not wait for an evaluation of this one
+            self._staged.release()  # so that other replicas of the node need not wait for an evaluation of this one
             async with self._held:
                 return False
         async with self._held:
@@ -321,9 +323,9 @@ class WeightUpdates:
         logger.error("%s", message)
 
     def _learn_unread(self, live: ReadBack) -> None:
-        """Remembers which live parameters cannot be compared, because the model's loader changes them. The probe agrees
-        with the weights of this first update. A loader changes a parameter in all layers alike, and a fault does not:
-        one that would change all layers fails the probe."""
+        """Remembers which live parameters cannot be compared, because the model's loader changes them. Called after the
+        first update, if the probe agrees with its weights. A parameter that differs in all layers counts as changed by
+        the loader: a fault that changed all layers would fail the probe."""
         alike = {_in_all_layers(name) for name in live.alike}
         self._changed_by_loader = frozenset(name for name in live.differing if _in_all_layers(name) not in alike)
         if unread := sorted(self._changed_by_loader | live.unread):
@@ -348,4 +350,4 @@ def _in_all_layers(name: str) -> str:
 
 def _name_error(receiving: "asyncio.Task[None]") -> None:
     if not receiving.cancelled() and (error := receiving.exception()) is not None:
-        logger.error("broadcasts of weights are not received any more, so they are fetched", exc_info=error)
+        logger.error("broadcasts of weights are not received any more, so weights are fetched", exc_info=error)

@@ -32,13 +32,13 @@ _HEAD = struct.Struct("<IQ")
 _LARGEST_FILE, _LONGEST_RECORD = 2**32, 2**26
 """Largest file, and longest payload of a record, bytes: a step of a million samples."""
 _LONGEST_SEARCHED = 2**22
-"""Longest payload that is searched for in a frame whose length is wrong, bytes: a step of 80,000 samples. It takes two
-seconds."""
+"""Longest payload that is searched for in a frame whose length is wrong, bytes: a step of 80,000 samples. The search
+takes two seconds."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine, on which the bits of a step depend besides its input: the processor, and the ranks and their
-    threads."""
+    """The machine, on which the bits of a step depend besides its input: the processor, the ranks and their threads,
+    and the versions of packages."""
 
     processor: str
     ranks: int
@@ -146,7 +146,7 @@ _record = msgspec.msgpack.Decoder(Record)
 
 
 def records_path(run: Path, incarnation: int) -> Path:
-    """Returns the file of an incarnation's records."""
+    """Returns the path of the file with an incarnation's records."""
     return run / AUDIT / f"steps-{incarnation}.msgpack"
 
 

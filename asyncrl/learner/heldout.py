@@ -7,8 +7,8 @@ generates groups too, and the learner goes on. Such an evaluation is of the vers
 If every rollout of the first evaluation of a new run fails, training would fail in the same way. The run then ends
 with the cause. A later evaluation that fails is left out: the run has trained weights by then.
 
-With one completion of a prompt, the answers must be greedy: none of their tokens is less probable than another one at
-its place. The generator counts those that are.
+With one completion of a prompt, the answers must be greedy: no token is less probable than another token at its
+position. The generator counts the tokens that are less probable.
 """
 
 import asyncio
@@ -87,7 +87,7 @@ class HeldoutEvaluation:
     _gone: set[str] = field(default_factory=set, init=False)
     _not_greedy: WitnessFailed | None = field(default=None, init=False)
     _newest: dict[str, Version] = field(default_factory=dict, init=False)
-    """The weights of the last evaluation of each set."""
+    """The version that was evaluated last on each set."""
     _evaluated: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -153,7 +153,8 @@ class HeldoutEvaluation:
         same way. Raises RunError when all rollouts of the first evaluation of step 0 fail, or when that evaluation
         takes longer than `eval.timeout_s`: training would fail in the same way, and no training is lost yet. Any other
         evaluation that takes longer is left out, and an error is logged. If the replica or its engine ends before it
-        answers, another replica at that version runs the evaluation (F2), or the same one after its restart.
+        answers, another replica at that version runs the evaluation (F2 in docs/faults.md), or the same one after its
+        restart.
         """
         # a resumed run has no evaluation of step 0
         may_end_run, self._evaluated = version.step == 0 and not self._evaluated, True
@@ -225,7 +226,7 @@ class HeldoutEvaluation:
         infra = _infra(answers)
         if at is None:
             logger.error("%s: replica %s has no weights", what, actor)
-        elif infra:  # the rest would be a biased choice of the prompts
+        elif infra:  # the mean over the other prompts would be biased
             logger.error("%s: %d of %d rollouts failed: %s", what, len(infra), len(answers), infra[0].words)
         else:
             self._record(name, at, answers, due=version.step, may_end_run=False)
@@ -280,8 +281,8 @@ class HeldoutEvaluation:
             logger.info("%s of %s: reward %.3f (%s)", _on(name), version.words, mean, prompts)
 
     def _may_stop(self, record: EvalRecord, mean: float) -> None:
-        """Ends the run if the reward of trained weights is high enough. The weights of step 0 are not trained. A reward
-        that is the mean over too few of the prompts does not count."""
+        """Sets `reached`, which ends the run, if the reward is as high as `run.stop_when` asks. The weights of step 0
+        do not count, because they are not trained, and neither does a mean over too few of the prompts."""
         stop = self.config.run.stop_when
         if stop is None or self.reached is not None or not (record.version and record.covers):
             return
@@ -309,7 +310,7 @@ class HeldoutEvaluation:
                 if not infra or not left:
                     return actor, at, answers
                 why = f"{len(infra)} of {len(answers)} rollouts failed as INFRA, the first one: {infra[0].words}"
-                await asyncio.sleep(self.repeat_pause_s)  # by then a replica whose engine has died is known
+                await asyncio.sleep(self.repeat_pause_s)  # by then a dead engine has been reported
             logger.warning("%s of %s: %s; it is repeated", _on(name), version.words, why)
             actor = await self.replica_at(version, avoid=actor)
         raise StallError(f"{_on(name)} of {version.words}: {why}; {EVALUATIONS} attempts have failed")

@@ -17,14 +17,15 @@ Who waits for whom in a step, and the state that counts the time:
                  files ◀── `Checkpoints.begin` ◀────┘                     other: until this step has ended;
                                                                           checkpoint: until the ranks have a copy
 
-The end of a group, by a commit or another way, wakes the lease that waits. Engines fetch the weights from the store
-beside the training. The state is `starting` until `LearnerLoop.run` is called. A held-out
-evaluation runs before the first and after the last step, and those in between run beside the steps
+A group that is committed, or ends in another way, wakes the lease call that waits. Engines fetch the weights from the
+store while training goes on. The state is `starting` until `LearnerLoop.run` is called. A held-out evaluation runs
+before the first and after the last step, and those in between run at the same time as the steps
 (`HeldoutEvaluation.begin`). The loop keeps these invariants:
 
 - every lease ends by ack, skip or give-back, also when a stage fails;
 - a version is published only after the ack of its step;
-- a run that ends without an error saves its last version; unless it was stopped, it also publishes and evaluates it.
+- a run that has trained a step and ends without an error saves its last version; unless it was stopped, it also
+  publishes and evaluates it.
 
 The time of every stage is counted in the learner's state-seconds.
 """
@@ -63,17 +64,18 @@ logger = logging.getLogger(__name__)
 LEASE_WAIT_S = 5.0
 """Longest wait of one lease call, so that the loop checks `stop` and the run's progress in between."""
 UNPUBLISHED_WAIT_S = 0.5
-"""The same while the newest version is not published, because generators may become blocked until they get it."""
+"""Longest wait of one lease call while the newest version is not published: generators may need it, and the loop then
+publishes it between two calls."""
 
 
 @dataclass(kw_only=True)
 class LearnerLoop:
     """Runs the `learner.total_steps` steps of a run.
 
-    `incarnation` is the number that the learner got from the coordinator when it attached. All of its calls carry it.
-    `stages` has the policy and the critic, and counts the seconds of the learner's process by state; its state is
-    `starting` until `run` is called. `prompts` counts the trained prompts. `kept` keeps all weights and batches, for
-    `audit.keep_weights: all`.
+    `incarnation` is the number that the learner got from the coordinator when it attached. All calls of the learner
+    carry it. `stages` has the policy and the critic, and counts the seconds of the learner's process by state; its
+    state is `starting` until `run` is called. `prompts` counts the trained prompts. `kept` keeps all weights and
+    batches, for `audit.keep_weights: all`.
     """
 
     config: Config
@@ -156,17 +158,18 @@ class LearnerLoop:
         stop_reason = self.heldout.stop_reason(version)
         rows = await self.step_end.outstanding(until_none=stop_reason is None and not stop.is_set())
         status = await self.coordinator.call(Coordinator.status)
-        self.heldout.check()  # not before: the last weights are those of the configuration, and are saved by now
+        self.heldout.check()  # not before, because it may raise, and the trained weights are correct and saved by now
         return self.step_end.recorder.run_totals(status, rows_outstanding=rows, stop_reason=stop_reason)
 
     # --- one step -----------------------------------------------------------------------------------------------
 
     async def _lease(self, stop: asyncio.Event) -> Lease | None:
-        """Waits for the groups of the next step, also for late ones (`staleness.on_deadline`); returns None when there
-        are no more steps, `stop` is set, or an evaluation has reached the reward of `run.stop_when`.
+        """Waits for the groups of the next step; returns None when there are no more steps, `stop` is set, or an
+        evaluation has reached the reward of `run.stop_when`.
 
-        Raises StallError when nothing moves, RunError after too many failures (`check_progress`), and ActorGone when
-        the index of the data plane has died.
+        Raises StallError when no group was committed for too long, RunError after too many failures
+        (`check_progress`), and ActorGone when the index of the data plane has died. Also raises the error after which
+        no delivery of weights can succeed.
         """
         self.stages.states.enter("waiting_for_groups")
         while not stop.is_set() and self.heldout.reached is None:
@@ -179,8 +182,8 @@ class LearnerLoop:
                 return answer
             if answer is LeaseWait.FINISHED:
                 return None
-            # Raises if the index of the data plane has died. It comes first: a dead index makes rollouts fail, so that
-            # the check of the progress would name another cause.
+            # Raises if the index of the data plane has died. This check comes first: a dead index makes rollouts fail,
+            # so `check_progress` would name another cause.
             await self.step_end.outstanding()
             self.publisher.check()
             status = await self.coordinator.call(Coordinator.brief_status)
@@ -282,7 +285,7 @@ class LearnerLoop:
     async def _keep_weights(self, version: Version) -> None:
         """Keeps the weights of a version, for `audit.keep_weights: all`."""
         if self.kept is not None:
-            # The ranks have one copy of their weights to write from, which a running save still reads.
+            # The ranks write from a single copy of their weights, and a running save still reads this copy.
             await self.checkpoints.settle()
             await asyncio.to_thread(self.stages.policy.save_checkpoint, self.kept.weights_path(version))
 
@@ -292,8 +295,8 @@ class LearnerLoop:
         return await self.coordinator.call(Coordinator.ack, lease.incarnation, lease.step, snapshot=due)
 
     async def _skip(self, lease: Lease) -> tuple[BriefStatus, tuple[str, ...]]:
-        """Ends the lease of a step of which no update of the policy was finite, so that its weights stay. A critic may
-        have been trained. The version stays, and other prompts replace the groups.
+        """Ends the lease of a step in which no update of the policy was finite, so that the policy's weights did not
+        change. A critic may have been trained. The version stays, and other prompts replace the groups.
 
         Returns the state of the run, and the keys of the groups whose rows may be cleared.
         """
@@ -338,8 +341,8 @@ class LearnerLoop:
         return True
 
     async def _publish_if_due(self, status: BriefStatus) -> float | None:
-        """Publishes the learner's version if it is due, or if replicas that could generate need it. Returns the share
-        of the elements whose bits changed; None if it publishes nothing."""
+        """Publishes the learner's version if it is due, or if no replica with a free slot gets a ticket without it
+        (`should_publish`). Returns the share of the elements whose bits changed; None if it publishes nothing."""
         changed = None
         if should_publish(
             version=status.version,

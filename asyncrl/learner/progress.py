@@ -10,7 +10,8 @@ from asyncrl.learner.records import in_words
 
 
 def must_look(status: BriefStatus, *, waits: LeaseWait, config: Config) -> bool:
-    """Returns whether a waiting learner has to check its progress, for which it needs the whole status of the run."""
+    """Returns whether a waiting learner has to call `check_progress`, for which it must first get the run's full
+    status."""
     return waits is LeaseWait.TOO_MANY_FAILURES or status.quiet_s > config.run.stall_timeout_s
 
 
@@ -18,8 +19,8 @@ def check_progress(status: RunStatus, *, waits: LeaseWait, config: Config, deliv
     """Raises an error when the learner must not wait any longer for a lease. `delivery` says what is wrong with the
     delivery of the newest weights, if anything.
 
-    Raises RunError when the buffer stopped because too many groups failed in a row. Raises StallError (F5) when no
-    group was committed and no step was trained for longer than `run.stall_timeout_s`.
+    Raises RunError when the buffer gives no more leases, because too many groups failed in a row. Raises StallError (F5
+    in docs/faults.md) when no group was committed and no step was trained for longer than `run.stall_timeout_s`.
     """
     streak = status.failure_streak
     if waits is LeaseWait.TOO_MANY_FAILURES and streak is not None:
@@ -44,7 +45,7 @@ def check_progress(status: RunStatus, *, waits: LeaseWait, config: Config, deliv
 
 def nothing_trained(failures: Sequence[FailureCount], *, config: Config) -> RunError:
     """Returns the error of a run whose prompts ran out before its first step."""
-    failures = [count for count in failures if not count.tool_calls]  # those of trained groups
+    failures = [count for count in failures if not count.tool_calls]  # failed tool calls end no group
     if failures:
         return RunError(
             f"no step was trained: the prompts ran out, and rollouts failed ({in_words(failures)}). "

@@ -2,11 +2,13 @@
 
 Training waits for a snapshot only. One delivery runs at a time, at the same time as the next steps, so that versions
 reach the weight store in order. Each rank has memory for two snapshots: one is being delivered, and the other waits. A
-newer snapshot replaces the one that waits. So slow deliveries leave versions out, and neither steps nor memory suffer.
+newer snapshot replaces the one that waits. So if deliveries are slow, some versions are never delivered, but the steps
+are not delayed and memory does not grow.
 
 A delivery that fails is logged at once and repeated, unless a newer snapshot waits. It ends neither ranks nor training.
-If a replica gets lost or damaged bytes from a delivery that has succeeded, the next one sends all weights whole. If no
-snapshot waits, it is the same version again.
+If a replica cannot get the bytes of a delivery that has succeeded, because they are lost or damaged, the next delivery
+sends all weights in full, and no changes to earlier versions (`weights.delta`). If no newer snapshot waits, the same
+version is delivered again.
 """
 
 import asyncio
@@ -43,7 +45,7 @@ PROBE_TASKS = 4
 """Number of tasks whose prompts and answers are the sequences of the parity probe."""
 
 PAUSE_S = 0.5
-"""Pause before the first repetition of a failed delivery, seconds. It doubles with each further one."""
+"""Pause before the first repetition of a failed delivery, seconds. It doubles with each further repetition."""
 LONGEST_PAUSE_S = 10.0
 REFUSED_WAIT_S = 20.0
 """Seconds of one wait for a replica that needs another delivery. The wait is repeated."""
@@ -56,7 +58,8 @@ must not keep the ranks busy."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Taken:
-    """A snapshot on the ranks: its version, the slot of its memory, and the seconds that it took."""
+    """A snapshot on the ranks: its version, the number of the memory slot that holds it (0 or 1), the parity probe with
+    the learner's log-probs, and the seconds that the snapshot took."""
 
     version: Version
     slot: int
@@ -69,7 +72,8 @@ class Publisher:
     """Publishes the current weights of the policy's ranks.
 
     The coordinator gets the published version, and the weight store `weights` gets the manifest. `delivered` is called
-    with each manifest that the weight store has.
+    with each manifest that the weight store has. `entries` describe the tensors, and `probe_tokens` has the sequences
+    of the parity probe.
     """
 
     config: Config
@@ -88,10 +92,10 @@ class Publisher:
 
     def __post_init__(self) -> None:
         self._stored: tuple[_Taken, Manifest] | None = None  # the newest snapshot that the weight store has
-        self._used: set[Version] = set()  # the versions whose bytes are needed for it
-        self._used_before: set[Version] = set()  # and for the one before
+        self._used: set[Version] = set()  # the versions whose bytes that snapshot needs
+        self._used_before: set[Version] = set()  # the same for the snapshot before it
         self._repeated: Counter[Version] = Counter()  # how often the newest weights were sent again
-        self._whole = False  # the next delivery must be whole
+        self._whole = False  # the next delivery must send all weights in full
         self._sending: _Taken | None = None
         self._waiting: _Taken | None = None
         self._slot = 1  # of the last snapshot
@@ -102,14 +106,16 @@ class Publisher:
     async def publish(self, version: Version) -> float | None:
         """Takes a snapshot of the weights, whose delivery begins when the one under way has ended.
 
-        Returns when the snapshot is taken: the share of its elements whose bits are not those of the snapshot before;
-        None for the first one. Raises the error after which no delivery can succeed, if there was one."""
+        Returns as soon as the snapshot is taken. The result is the share of its elements whose bits are not those of
+        the snapshot before; None for the first one. Raises the error after which no delivery can succeed, if there was
+        one."""
         self.check()
         if self._waiting is not None:
             logger.info("weights %s are not delivered: newer ones follow", self._waiting.version)
             self.metrics.weight_delivery(outcome="replaced")
             self._waiting = None
-        # The snapshot before stays whole as long as it can: with some transports, replicas still read its memory.
+        # Takes the slot that is not being sent, else the older one: with some transports, replicas still read the
+        # memory of the snapshot before.
         slot = 1 - (self._slot if self._sending is None else self._sending.slot)
         self._slot = slot
         started_s = time.monotonic()
@@ -181,7 +187,8 @@ class Publisher:
                 self._sending, self.trouble = None, ""
 
     async def _failed(self, error: Exception, failures: int) -> None:
-        """Names the error of a delivery, and waits for its repetition, or until a newer snapshot waits."""
+        """Logs the error of a delivery. Returns after the pause before the repetition, or as soon as a newer snapshot
+        waits."""
         assert self._sending is not None
         pause_s = min(LONGEST_PAUSE_S, PAUSE_S * 2 ** min(failures - 1, 10))
         self.trouble = f"delivering weights {self._sending.version} failed ({type(error).__name__}: {error})"
@@ -233,7 +240,8 @@ class Publisher:
         await self.weights.publish(manifest, [bucket.handle for bucket in buckets], again=again)
         self._stored = taken, manifest
         self._whole = self._whole and not whole
-        # The weight store offers the newest two versions, and with `weights.delta` their links name earlier ones.
+        # The weight store offers the newest two versions. With `weights.delta` their buckets are changes to earlier
+        # versions, which their links name, so the bytes of those are needed too. All other bytes are deleted.
         links = {link.version for bucket in manifest.buckets for link in bucket.links}
         if not again:
             self._used_before = self._used
@@ -251,7 +259,7 @@ class Publisher:
             self.delivered(manifest)
 
     async def _answer_refusals(self) -> None:
-        """Delivers weights whole when a replica needs another delivery, until the weight store ends."""
+        """Delivers weights in full when a replica needs another delivery, until the weight store ends."""
         last = 0
         while True:
             wait = partial(self.weights.refused, last, wait_s=REFUSED_WAIT_S)
@@ -264,11 +272,11 @@ class Publisher:
                 self._deliver_whole()
 
     def _deliver_whole(self) -> None:
-        """Makes the next delivery whole. Delivers the newest version again if there is one, and if no snapshot waits or
-        is being delivered. It delivers a version again at most `MOST_REPEATS` times."""
+        """Makes the next delivery send all weights in full. If no snapshot waits or is being delivered, delivers the
+        newest version again, at most `MOST_REPEATS` times."""
         self._whole = True
         if self._stored is None or self._sending is not None or self._waiting is not None:
-            logger.warning("a replica cannot get the newest weights, so the next ones are sent whole")
+            logger.warning("a replica cannot get the newest weights, so the next version is sent in full")
             return
         version = self._stored[0].version
         if self._repeated[version] >= MOST_REPEATS:
@@ -281,7 +289,7 @@ class Publisher:
             return
         self._repeated = Counter({version: self._repeated[version] + 1})
         self._sending = self._stored[0]
-        logger.warning("a replica cannot get the weights %s, so they are sent again, whole", self._sending.version)
+        logger.warning("a replica cannot get the weights %s, so they are sent again in full", self._sending.version)
         self._begin_deliveries()
 
 

@@ -272,12 +272,12 @@ def _diagnostics(step: EndedStep) -> dict[str, float]:
 
 
 LARGEST_RATIO = 1e9
-"""The largest ratio of a check of the witness in the records."""
+"""Larger ratios of the witness's checks are recorded as this number."""
 
 
 def _witnessed(step: EndedStep) -> dict[str, float]:
     """Returns the largest difference of each check of the witness, and the seconds that rank 0 spent in it."""
-    # JSON has no infinity: the ratio of a check that accepts no difference at all would be null
+    # JSON has no infinity: the ratio of a failed check that accepts no difference at all would be null
     found = {f"witness_{check}_ratio": min(finding.ratio, LARGEST_RATIO) for check, finding in step.findings.items()}
     seconds = step.report.seconds.get("witness")
     return found if seconds is None else {**found, "witness_s": seconds}
@@ -360,7 +360,7 @@ def critic_numbers(report: StepReport) -> dict[str, float]:
 # The end of a step: writes its records and samples and clears its rows, while the next step is leased and trained.
 
 SETTLE_S = 5.0
-"""How long the end of a run waits until other processes have cleared their rows."""
+"""Longest time that the end of a run waits until other processes have cleared their rows, seconds."""
 POLL_S = 0.1
 
 
@@ -380,7 +380,7 @@ class StepEnd:
     texts: Texts
     _running: asyncio.Task[None] | None = field(default=None, init=False)
     _released: int = field(default=0, init=False)
-    """Number of ended saves after which retained rows were released."""
+    """The value of `Checkpoints.saves_ended` when retained rows were released last."""
 
     async def begin(
         self, step: EndedStep, clearable: Sequence[str], *, meta: KVBatchMeta, ledger: LedgerEntry | None
@@ -388,24 +388,26 @@ class StepEnd:
         """Begins the end of a step: records it, writes samples of its rows `meta`, and clears the rows of the groups
         `clearable`. `ledger` is the entry of its ack; None if the step was skipped.
 
-        Raises the error of the step before it.
+        First waits for the end of the step before, and raises its error.
         """
         await self.settle()
         ending = self._end(step, clearable, meta, ledger)
         self._running = asyncio.create_task(ending, name=f"end of step {step.lease.step}")
 
     async def settle(self) -> None:
-        """Waits until the step that ends has ended. Raises its error."""
+        """Waits until the last step is recorded and its rows are cleared. Raises the error of that work."""
         running, self._running = self._running, None
         if running is not None:
             await running
 
     async def settle_after_error(self) -> None:
-        """Like `settle`, but logs the error of the step that ends, because the run ends with another one."""
+        """Like `settle`, but logs the error and does not raise it, because the run already ends with another error."""
         try:
             await self.settle()
         except Exception as error:
-            logger.error("the end of the step before it failed too: %s: %s", type(error).__name__, error)
+            logger.error(
+                "recording the step before and clearing its rows failed too: %s: %s", type(error).__name__, error
+            )
 
     async def _end(
         self, step: EndedStep, clearable: Sequence[str], meta: KVBatchMeta, ledger: LedgerEntry | None
@@ -453,8 +455,8 @@ class StepEnd:
             logger.warning("the samples of step %d were not logged: %s: %s", lease.step, type(error).__name__, error)
 
     async def clear(self, keys: Sequence[str]) -> None:
-        """Clears the rows of groups that will not be trained any more. If a save has ended since the last call, also
-        those that were retained for an earlier checkpoint."""
+        """Clears the rows under `keys`, whose groups will not be trained any more. If a save has ended since the last
+        call, also clears the rows that were retained for a checkpoint before it."""
         if self.checkpoints.saves_ended != self._released:
             self._released = self.checkpoints.saves_ended
             complete = self.checkpoints.saved

@@ -120,8 +120,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     exit_reason: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a time that is not one, or for a number that no process has. msgspec makes it an error
-        of the file."""
+        """Raises ValueError for a time that is not in ISO 8601, or for a pid that no process can have. msgspec turns it
+        into a ValidationError when it decodes the file."""
         for time in (self.started, self.finished, *(each.at for each in self.resumed)):
             if time is not None:
                 datetime.fromisoformat(time)
@@ -130,21 +130,24 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 LOST_STEPS = "lost-steps.jsonl"
-"""File of the records of lost steps in a run's directory."""
+"""File in a run's directory with the records of lost steps: the run went back to an earlier checkpoint, and the steps
+after it were trained again."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One step, recorded right after its ack, or after it was skipped because a loss or a gradient was not finite.
 
-    A skipped step (`trained` is false) changed no weights. Its counts of trained samples and tokens are 0, its
-    histograms are empty, and its measurements are null where they are not finite. The next record has the same `step`.
+    A skipped step (`trained` is false) did not change the policy's weights. Its counts of trained samples and tokens
+    are 0, its histograms are empty, and its measurements are null where they are not finite. The next record has the
+    same `step`.
 
     `group_staleness` and `token_staleness` map a staleness in versions to the number of trained groups or tokens.
-    `learner_state_s` and `generator_state_s` are total seconds by state since the process started. The generators'
-    seconds are averaged over the replicas. `generated_samples`, `generated_tokens`, `weight_updates` and
-    `mid_sequence_updates` are totals since the start too, summed over the replicas. `ledger_groups` maps each fate to
-    its number of groups. `diagnostics` has, by name, the diagnostics of the step report, the loss's own metrics, the
-    critic's numbers and the shares of groups whose rewards are all right or all wrong.
+    `learner_state_s` and `generator_state_s` are total seconds by state since the run started; in a resumed run, those
+    of earlier processes up to the checkpoint are included. The generators' seconds are averaged over the replicas.
+    `generated_samples`, `generated_tokens`, `weight_updates` and `mid_sequence_updates` are totals since the start of
+    the run too, summed over the replicas. `ledger_groups` maps each fate to
+    its number of groups. `diagnostics` has, by name, the numbers that are not fields of the record: of the step report,
+    the loss, the critic, the witness, parity, agents and the samples.
 
     `reward_components` has the mean of each component of the rewards, without its weight, if the rewards have
     components.
@@ -204,7 +207,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.step + self.trained
 
     def numbers(self, before: "StepRecord | None") -> dict[str, float | None]:
-        """Returns the step's numbers for an experiment tracker, by name. The part before the slash is the group.
+        """Returns the step's numbers for an experiment tracker, by name. The part of a name before the slash is the
+        section in which the tracker shows the number.
 
         Speeds and seconds by state are computed from the difference to `before`, the previous record. The first record
         has no previous record, so it has no such numbers.
@@ -340,7 +344,7 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
     `rows_outstanding` is the number of rows that are still in the data plane; it is 0 unless the run was stopped.
     `parity_max_nats` is the largest difference of log-probs in a weight probe of any replica. `groups_failed` has, by
     reason, the discarded groups whose rollouts failed. `tokens_continued` and `tokens_dropped` count the stored tokens
-    of replicas that ended (`generator.persist_every_tokens`), which other replicas continued, or which were dropped.
+    of attempts that ended before a commit (`generator.persist_every_tokens`), which a later attempt continued or not.
     `tokens_thrown_away` counts the other tokens of attempts that ended before their group was finished, for example by
     `staleness.on_deadline: requeue`, as their replicas last reported them. `generated_tokens` does not include them.
     `stop_reason` says why the run ended before `learner.total_steps`; it is None unless `run.stop_when` ended it.
@@ -520,7 +524,7 @@ def known_info(run_dir: Path) -> RunInfo | None:
 
 
 def known_data(run_dir: Path) -> DataRecord | None:
-    """Returns `data.json` of a run directory; None if the run did not write it."""
+    """Returns `data.json` of a run directory; None if there is none, or if it cannot be read."""
     try:
         return msgspec.json.decode(read(run_dir / DATA), type=DataRecord)
     except UNREADABLE:

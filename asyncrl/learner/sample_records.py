@@ -1,4 +1,4 @@
-"""The records of samples: what a sample was, and its texts."""
+"""The records of samples: the numbers of each logged sample, and its texts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from asyncrl.learner.records import SampleRecord
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Texts:
     """Decodes token ids. `tokens`: with the special tokens. `answer`: an answer as the reward of a part (the second
-    argument) got it. `last_answer`: what the reward of a part got of the last answer of an episode with tools; None if
+    argument) got it. `last_answer`: the last answer of an episode with tools, as the reward of a part got it; None if
     the part has no `environment.tools`."""
 
     tokens: Callable[[Sequence[int]], str]
@@ -29,17 +29,17 @@ class Texts:
 
     @classmethod
     def of(cls, tokenizer: Any, config: Config) -> "Texts":
-        """Returns the texts of a run."""
+        """Returns the decoders of a run, from its tokenizer and its configuration."""
         text, parts = AnswerText(tokenizer, stops=config.generator.stop), part_configs(config)
 
         def answer(token_ids: Sequence[int], part: str) -> str:
             environment = parts[part].environment
-            if environment.plays_agents:  # several turns, and what was read between them
+            if environment.plays_agents:  # has several turns, and tokens that were read in between
                 return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
             return text(token_ids, special_tokens=environment.special_tokens)
 
         def last_answer(token_ids: Sequence[int], part: str) -> str | None:
-            # the tool parser reads the special tokens, and leaves those that are not part of a call
+            # The tool parser needs the special tokens. Those outside of tool calls stay in the reward's text.
             return text(token_ids, special_tokens="keep") if parts[part].environment.has_tools else None
 
         return cls(
@@ -113,7 +113,7 @@ def sample_record(
 
 
 def forks(branch_ids_S: torch.Tensor) -> tuple[int, ...]:
-    """Returns the places at which a branch begins, without the first one.
+    """Returns the indices of the tokens at which a branch of the episode begins, without the first branch.
 
     >>> forks(torch.tensor([0, 0, 1, 1]))
     (2,)

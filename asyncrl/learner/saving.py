@@ -48,9 +48,10 @@ class Checkpoints:
     because they block.
 
     `sync_records` returns when the records of all steps, evaluations and the audit are on the disk. It raises
-    CheckpointError if they cannot be written. The report and the audit need those of all steps of a checkpoint.
-    `restored_step` is the step of the checkpoint from which the run was resumed. `best` gets the steps of all complete
-    checkpoints, and returns those that must stay although they are not among the newest ones.
+    CheckpointError if they cannot be written. It is called before each save, because the report and the audit need the
+    records of all steps up to a checkpoint. `restored_step` is the step of the checkpoint from which the run was
+    resumed. `best` gets the steps of all complete checkpoints, and returns those that must stay although they are not
+    among the newest ones.
     """
 
     config: CheckpointSection
@@ -109,7 +110,7 @@ class Checkpoints:
 
     async def begin(self, snapshot: RunSnapshot, *, last_step: bool) -> None:
         """Copies the state of the run at `snapshot`, and starts a task that writes it. Training must wait until this
-        call returns. With `last_step`, the save also has `hf/`.
+        call returns. With `last_step`, the save also has the weights in Hugging Face format (`hf/`).
 
         Logs a CheckpointError of the copy, and any error of the write: the next checkpoint may succeed. Raises other
         errors of the copy.
@@ -168,7 +169,7 @@ class Checkpoints:
         try:
             await self._keep_records(at_end=at_end)
             await asyncio.to_thread(self.run.stage)
-        except CheckpointError as error:  # any other error is one of ranks that cannot train either
+        except CheckpointError as error:  # any other error means that the ranks cannot train either
             self.saves_ended += 1
             self._failed(step, error, at_end=at_end)
             return
@@ -241,14 +242,15 @@ class Checkpoints:
             logger.warning("old checkpoints in %s could not be deleted: %s. Delete them by hand", self.folder, error)
 
 
-# Keeps the weights of every version and the batch of every step, for the fifth check of `asyncrl audit`.
+# Keeps the weights of every version and the batch of every step, for the check of `asyncrl audit` that replays steps.
 #
 #     audit/model/                         config and tokenizer of the model; with `model.lora`, also the frozen weights
 #     audit/weights/<version>/             the float32 weights, as the ranks save them in a checkpoint
 #     audit/batches/<version>.msgpack      the lease of the step that trained this version
 #     audit/batches/<version>.safetensors  its rows in the order of the lease, with the columns that the learner added
 #
-# It takes the size of the model for every step. So it is for small models, and off by default (`audit.keep_weights`).
+# Each step takes as much disk space as the model. So this is for small models, and off by default
+# (`audit.keep_weights`).
 
 ADDED_COLUMNS = ("advantages", "sample_mask")
 """Columns that the learner adds to the rows of every step."""
@@ -275,7 +277,8 @@ class KeptSteps:
 
     def keep_model(self, source: Path, *, with_weights: bool) -> None:
         """Copies the files of the model at `source` that describe it, so that the run can be audited where that folder
-        does not exist. `with_weights` also copies the weights, of which an adapter is only a part."""
+        does not exist. With `with_weights` also copies the weights: with `model.lora`, the weights that are kept for
+        each version are only an adapter, and the audit needs the frozen weights too."""
         self.model_folder.mkdir(parents=True, exist_ok=True)
         kinds = (".json", ".jinja", ".txt", ".model", *((".safetensors",) if with_weights else ()))
         for path in sorted(source.iterdir()):
@@ -292,7 +295,7 @@ class KeptSteps:
         return sorted(map(Version.parse, found))
 
     async def keep_batch(self, lease: Lease, reading: Awaitable[BatchedDataDict]) -> None:
-        """Writes the lease of a step, and its rows, which `reading` gets.
+        """Writes the lease of a step, and its rows, which `reading` returns.
 
         Rows that cannot be read are logged and not raised. The audit then finds that the batch is missing.
         """

@@ -99,7 +99,8 @@ class StepSamples:
     - `stale_tokens`: the number of tokens that are masked because they are older than η.
     - `stale_samples`: the number of samples of which all tokens are older than η.
 
-    The three ratios over groups are NaN when every group has one sample only: its reward has nothing to differ from.
+    The three ratios over groups are NaN when no group has two samples with a reward, because a single reward has
+    nothing to differ from.
     """
 
     rewards_B: torch.Tensor
@@ -120,7 +121,7 @@ def prepare_samples(lease: Lease, *, estimator: Estimator | None, config: Config
     when the run has a critic, because then the critic's ranks compute the advantages. Raises RunError when a reward or
     an advantage is not finite.
 
-    Legend: N samples of the step, K of them have a reward.
+    Legend: N samples of the step. `scored_samples` leaves out those without a reward.
     """
     groups = lease.groups
     rewards = [reward for group in groups for reward in group.meta.rewards]
@@ -233,18 +234,20 @@ class Stages:
 
     @property
     def writes_logprobs(self) -> bool:
-        """Whether the objective needs the column `prev_logprobs`, which a stage then writes."""
+        """Whether the objective needs the column `prev_logprobs`, the policy's log-probs before the step. The stage
+        `log_probs` then writes this column."""
         return needs_proximal(self._loss, updates=self.config.learner.updates_per_step)
 
     def trains_only_critic(self, step: int) -> bool:
         """Returns whether `step` trains only the critic.
 
-        In the first `critic.warmup_steps` steps, its values are too inaccurate to train the policy with them.
+        In the first `critic.warmup_steps` steps, the critic's values are too inaccurate to train the policy with them.
         """
         return self.critic is not None and step < self._critic.warmup_steps
 
     def prepare(self, lease: Lease) -> StepSamples:
-        """Returns the filtered samples of a step, with their advantages if these are per sample."""
+        """Returns the samples of a step after the filters, with their advantages if these are per sample. In a step
+        that is witnessed, also draws the group that is computed a second time."""
         samples = prepare_samples(lease, estimator=self._estimator, config=self.config)
         only_critic = self.trains_only_critic(lease.step)
         if only_critic or not is_witnessed(lease.step, first=self._is_first, config=self.config):
@@ -262,8 +265,8 @@ class Stages:
         `critic.warmup_steps`, the policy's report has the same numbers, but its weights do not change.
 
         Raises RowsLost when rows are lost; the policy is then not trained. The critic is trained before the policy, so
-        it may be trained already. The remaining rows are then leased again: the critic trains on them a second time,
-        and their advantages are computed again.
+        it may be trained already. The groups whose rows remain are leased again: the critic trains on them a second
+        time, and their advantages are computed again.
         """
         policy, critic = self.policy, self.critic
         # A second meta for the same rows. It names the columns that only the estimator and the critic read, so that the

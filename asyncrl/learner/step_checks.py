@@ -100,8 +100,8 @@ class StepChecks:
         )
 
     def nonfinite(self, reports: Sequence[StepReport | None], lease: Lease) -> None:
-        """Raises NonFiniteError after `learner.max_nonfinite_steps` steps in a row that policy or critic skipped
-        (F21)."""
+        """Raises NonFiniteError after `learner.max_nonfinite_steps` steps in a row that policy or critic skipped, as a
+        loss or a gradient was not finite (F21 in docs/faults.md)."""
         skipped = any(report is not None and report.skipped for report in reports)
         self._nonfinite_in_a_row = self._nonfinite_in_a_row + 1 if skipped else 0
         limit = self._config.learner.max_nonfinite_steps

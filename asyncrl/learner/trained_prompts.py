@@ -2,8 +2,8 @@
 
 Group n of a run has the n-th prompt of the order, and the order has each row of the data once an epoch. So in one epoch
 a prompt is trained at most as often as the data have it. Groups that failed, or were filtered or dropped, make it less.
-This uses the group's number, the number of rows and the weights of a mixture, and not the order in which the buffer
-issues the rows.
+The comparison uses the group's number, the number of rows and the weights of a mixture, and not the order in which the
+buffer issues the rows.
 
 The counts begin anew at each start of the learner, and so find fewer repetitions in the epoch of the start.
 """
@@ -22,7 +22,8 @@ from asyncrl.data.row_checksums import prompt_checksum
 from asyncrl.witness.judge import Finding
 
 REMEMBERED_GROUPS = 100_000
-"""An epoch is forgotten when all of its groups are so much older than the newest trained group."""
+"""The counts of an epoch are deleted when all of its groups are at least this many groups behind the newest trained
+group."""
 
 
 class TrainedPrompts:
@@ -47,8 +48,9 @@ class TrainedPrompts:
         return {name: data.frequencies for name, data in self._data.items()}
 
     def finding(self, lease: Lease) -> Finding | None:
-        """Counts the groups of a trained step. Returns the prompt that was trained too often, or that the data do not
-        have; None if no group has the checksum of its prompt."""
+        """Counts the groups of a trained step. Returns a finding on the worst prompt, one that was trained too often or
+        that the data do not have; its ratio is 0 if there is none. Returns None if no group has the checksum of its
+        prompt."""
         metas = [group.meta for group in lease.groups if group.meta.prompt is not None]
         if not metas:
             return None
@@ -91,8 +93,8 @@ class TrainedPrompts:
     def _epoch(self, group: int, part: str) -> int | None:
         """Returns the epoch of its part to which a group belongs, from 0 on.
 
-        Each block of as many groups as the weights' sum has as many groups of a part as its weight says. Returns None
-        if an epoch of the part ends within the group's block, because then the block's order decides.
+        The groups of a mixture come in blocks: a block has as many groups of each part as the part's weight. Returns
+        None if an epoch of the part ends within the group's block, because then the order in the block decides.
         """
         weight, rows = self._weights[part], self._data[part].rows
         block = group // sum(self._weights.values())

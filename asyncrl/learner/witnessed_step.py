@@ -1,5 +1,6 @@
-"""The request of the learner to the witness in a step: the drawn group, and how many tokens of its lease must be
-trained. The drawn group is one group of the lease, chosen at random, whose samples the witness computes a second time.
+"""The request of the learner to the witness in a step: the drawn group, and how many tokens of the step's lease must be
+trained. The witness checks an update by a second, plain computation. The drawn group is one group of the lease, chosen
+at random, whose samples the witness computes a second time.
 
 `asyncrl.witness` has the formulas, and `asyncrl.ranks.witnessed` the second pass.
 """
@@ -35,9 +36,9 @@ from asyncrl.witness.step import Completion, advantages, counts, scored, trained
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Witnessed:
     """The drawn group of a step. `numbers_B` has for each row of the step its index within the drawn group, −1 for rows
-    of other groups. `rows` has the indices of the drawn rows in the step. `outcomes` are their advantages, or what an
-    estimator of tokens begins with: the reward less its baseline. None if an estimator of the user's own cannot be
-    called again."""
+    of other groups. `rows` has the indices of the drawn rows in the step. `outcomes` are their advantages; for an
+    estimator of token advantages, its input for each row: the reward less its baseline. `outcomes` is None if an
+    estimator of the user's own cannot be called again."""
 
     numbers_B: torch.Tensor
     request: Request
@@ -54,9 +55,10 @@ def is_witnessed(step: int, *, first: bool, config: Config) -> bool:
 def witnessed(
     lease: Lease, *, every_part: bool, estimator: Estimator | None, config: Config, rows_per_update: int
 ) -> Witnessed:
-    """Draws a group of the lease, and returns what its samples must be trained with by the plain formulas. With
-    `every_part`, the ranks also pass each micro-batch alone. `estimator` is the one that the step uses for its samples;
-    it is called only if it is one of the user's own."""
+    """Draws a group of the lease, and returns the advantages and counts with which its samples must be trained by the
+    plain formulas. With `every_part`, the ranks also compute the gradient of each micro-batch alone, and compare the
+    sum with the step's gradient. `estimator` is the one that the step uses for its samples; it is called only if it is
+    one of the user's own."""
     axes, completions = sample_axes(config), completions_of(lease)
     kept = trained(completions, axes=axes, config=config)
     draw = random.Random(f"{config.run.seed} {lease.incarnation} {lease.step}")
@@ -64,7 +66,7 @@ def witnessed(
     if axes is not None:
         found, by = advantages(completions, axes=axes, config=config), FORMULA
     else:
-        assert estimator is not None, "only a critic has no estimator, and it is not the user's own"
+        assert estimator is not None, "only a run with a critic has no estimator, and its axes are not None"
         found, by = with_groups_exchanged(estimator, completions, config=config, draw=draw), GROUPS_EXCHANGED
     teaches = [is_kept and (found is None or found[n] != 0) for n, is_kept in enumerate(kept)]
     drawn = _drawn(lease, teaches, draw=draw, most_tokens=config.witness.group_tokens)
@@ -215,7 +217,8 @@ _COLUMNS = {
 
 
 def _rule(estimator: TokenEstimator) -> Axes | None:
-    """Returns the numbers of an estimator of tokens with its name; None for one of another kind."""
+    """Returns the name and the parameters of an estimator of token advantages, for the plain formulas; None if there is
+    no plain formula for it."""
     kl = None if estimator.kl is None else msgspec.to_builtins(estimator.kl)
     match estimator:
         case GAE(gamma=gamma, lam=lam, value_lam=value_lam, length_alpha=alpha):
@@ -253,13 +256,14 @@ def counts_of_step(lease: Lease, report: StepReport, *, config: Config) -> Findi
 
 
 def sample_axes(config: Config) -> Axes | None:
-    """Returns the axes that give each sample its advantage, or the outcome with which an estimator of tokens begins:
-    that is the reward itself with a critic. None for an estimator of the user's own."""
+    """Returns the axes (the settings of the plain formulas) that give each sample its advantage. For an estimator of
+    token advantages, they give its input for each sample; with a critic, that is the reward itself. Returns None for an
+    estimator of the user's own."""
     axes = resolve_advantage(advantage_of(config.algorithm))
     if isinstance(axes, OwnEstimator):
         return None
     outcome = Outcome() if isinstance(axes, CriticBased) else axes
-    if has_token_advantages(axes):  # the tokens are whitened, and not the samples
+    if has_token_advantages(axes):  # whitening is over token advantages, and not over samples
         outcome = msgspec.structs.replace(outcome, whiten="none", keep_mean=False)
     found: Axes = msgspec.to_builtins(outcome)
     return found
@@ -285,9 +289,9 @@ def _of_group(group: LeasedGroup, *, step: int) -> Sequence[Completion]:
 
 
 def _drawn(lease: Lease, teaches: Sequence[bool], *, draw: random.Random, most_tokens: int) -> list[int]:
-    """Returns the rows of the drawn group, as many as have at most `witness.group_tokens` tokens together. A group
-    without a trained sample has no gradient, so it is drawn only if there is no other group. Returns an empty list if
-    no row fits."""
+    """Draws a group, and returns its first rows: as many as have at most `most_tokens` tokens together. A group without
+    a sample that `teaches` has no gradient, so it is drawn only if there is no other group. Returns an empty list if no
+    row fits."""
     fit = list[list[int]]()
     end = 0
     for group in lease.groups:

@@ -4,9 +4,9 @@
 The help text, unit, labels and buckets of a metric are written only here; `numbers.py` has those of a step's numbers.
 Only `recorders.py` turns a declaration into a prometheus_client object.
 
-The classes `Run`, `Limits` and so on are the groups of the page. Each metric is an attribute of its group. The name of
-the attribute is the name of the metric without the prefix. The type of a metric says how it is recorded, so a type
-checker refuses a metric that does not exist, and an amount for a gauge.
+The classes `Run`, `Limits` and so on are the sections of docs/metrics.md. Each metric is an attribute of its class. The
+name of the attribute is the name of the metric without the prefix. The type of a metric says how it is recorded, so a
+type checker refuses a metric that does not exist, and an amount for a gauge.
 
 Conventions: the prefix `asyncrl_`, base units, `_total` on counters, and counters instead of gauges of rates. Every
 label has a bounded set of values. Either the values are listed here, or they belong to the user or to another layer
@@ -258,7 +258,7 @@ class Generator:
         "asyncrl_generator_samples_total",
         "Samples by the outcome of their group's commit. `failed`: the rollout failed and there was no commit. "
         "`cancelled`: the buffer had ended the ticket, so the rollout was ended too.",
-        # The replica takes DUPLICATE for ACCEPTED.
+        # A replica records DUPLICATE as ACCEPTED.
         {"outcome": (*(each for each in CommitOutcome if each != CommitOutcome.DUPLICATE), "failed", "cancelled")},
     )
     generator_tokens_total = CounterMetric(
@@ -333,7 +333,7 @@ class Buffer:
         "asyncrl_buffer_attempt_tokens_total",
         "Tokens of attempts that ended before their group was finished: of stragglers that begin again, of failed "
         "rollouts, of lost replicas. `tokens_thrown_away`: they were not stored. Stored ones "
-        "(generator.persist_every_tokens) are `tokens_continued` if another replica continued them, and the group "
+        "(generator.persist_every_tokens) are `tokens_continued` if a later attempt continued them, and the group "
         "was committed, and `tokens_dropped` if they were too old to be trained in time, were lost with their row "
         "store, were of lost weights, the whole run was resumed, or an agent did not make the same calls again.",
         {"event": tuple(sorted(TOKEN_EVENTS))},
@@ -630,7 +630,7 @@ class Checkpoint:
 
 
 def _of(group: type) -> tuple[Metric, ...]:
-    """Returns the metrics of a group, in the order of their declarations."""
+    """Returns the metrics of one of the classes above, in the order of their declarations."""
     found: list[Metric] = []
     for value in vars(group).values():
         if isinstance(value, Metric):

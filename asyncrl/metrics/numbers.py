@@ -69,10 +69,10 @@ WITNESS_HELP = (
 class Number:
     """A scalar of a step.
 
-    `name` is its key in steps.jsonl, either of the record or of its `diagnostics`. `tracker` is its group in experiment
-    trackers, or its group and its name there if this is another name. `line` is its
-    line in the report, `panel` its panel of the dashboard Learning, with the legend of its line there. `gauge` is the
-    end of its gauge's name, by default `name`; None if there is no gauge.
+    `name` is its key in steps.jsonl, either of the record or of its `diagnostics`. `tracker` is its section in
+    experiment trackers, or `section/name` if its name there is another one. `line` is its line in the report, `panel`
+    its panel of the dashboard Learning, with the legend of its line there. `gauge` is the end of its gauge's name, by
+    default `name`; None if there is no gauge.
     """
 
     name: str
@@ -580,7 +580,7 @@ GAUGES = {
 
 
 def tracker_name(name: str) -> str:
-    """Returns the name of a recorded number in experiment trackers; the part before the slash is the group.
+    """Returns the name of a recorded number in experiment trackers; the part before the slash is the section there.
 
     >>> [tracker_name(name) for name in ("value_loss", "abs_log_rho_nats_staleness_1", "a_metric_of_a_loss")]
     ['critic/value_loss', 'staleness/abs_log_rho_nats_staleness_1', 'diagnostics/a_metric_of_a_loss']

@@ -199,7 +199,8 @@ def _histogram(metric: HistogramMetric) -> Histogram:
 
 
 def _started(kind: Callable[..., Labelled], metric: Metric) -> Labelled:
-    """Returns the object of a metric. Each combination of closed labels exists from the start."""
+    """Returns the prometheus_client object of a metric. If all of its labels have a closed set of values, each
+    combination exists from the start: a counter with 0, a gauge with NaN."""
     made = kind(metric.name, metric.help, tuple(metric.labels), registry=None)
     closed = [values for values in metric.labels.values() if values is not None]
     if len(closed) == len(metric.labels):
@@ -371,7 +372,7 @@ class LearnerMetrics(ProcessMetrics):
         self._instruments.observe_counts(catalogue.Staleness.staleness_inbuffer_versions, in_buffer)
 
     def rows_outstanding(self, rows: int) -> None:
-        """Records the rows in the data plane after a step's own rows were cleared."""
+        """Records the number of rows of finished groups that are in the data plane now."""
         self._instruments.set(catalogue.Staleness.rows_outstanding, rows)
 
     def heldout(self, name: str, reward_mean: float) -> None:
@@ -390,13 +391,13 @@ class LearnerMetrics(ProcessMetrics):
         self._instruments.observe(catalogue.Checkpoint.checkpoint_wait_seconds, wait_s)
 
     def checkpoint_missed(self, *, outcome: str) -> None:
-        """Records a due checkpoint that there is not: `postponed`, because the last one is still being written, or
-        `failed`."""
+        """Records a checkpoint that was due but was not saved: `postponed`, because the last one is still being
+        written, or `failed`."""
         self._instruments.add(catalogue.Checkpoint.checkpoints_total, 1, outcome=outcome)
 
     def parity(self, nats: float, *, ratio: float) -> None:
-        """Records the largest difference of log-probs over the step's on-policy tokens, and the judged number as a
-        share of its limit."""
+        """Records the largest difference of log-probs over the step's on-policy tokens, and `ratio`: the number that is
+        compared with a limit (`weights.parity_*`), divided by this limit."""
         self._instruments.set(catalogue.Weights.weight_parity_nats, nats)
         self._instruments.set(catalogue.Weights.weight_parity_ratio, ratio)
 
@@ -406,7 +407,7 @@ class LearnerMetrics(ProcessMetrics):
         self._instruments.set(catalogue.Weights.published_policy_version, published)
 
     def published(self, *, bytes: int, whole_bytes: int, phase_seconds: Mapping[str, float]) -> None:
-        """Records a publication: the bytes that were sent, those of all weights, and the duration of each phase."""
+        """Records a publication: the bytes that were sent, the bytes of all weights, and the duration of each phase."""
         self._instruments.add(catalogue.Weights.weight_bytes_total, bytes)
         self._instruments.set(catalogue.Weights.weight_sent_ratio, bytes / whole_bytes if whole_bytes else 1.0)
         for phase, seconds in phase_seconds.items():
@@ -509,8 +510,8 @@ class GeneratorMetrics(ProcessMetrics):
             self._instruments.observe(catalogue.Weights.weight_broadcast_seconds, duration_s)
 
     def parity(self, nats: float, *, ratio: float) -> None:
-        """Records the largest difference of log-probs over the probe of the last weight update, and the judged number
-        as a share of its limit."""
+        """Records the largest difference of log-probs over the probe of the last weight update, and `ratio`: the number
+        that is compared with a limit (`weights.parity_*`), divided by this limit."""
         self._instruments.set(catalogue.Weights.weight_parity_nats, nats)
         self._instruments.set(catalogue.Weights.weight_parity_ratio, ratio)
 
@@ -523,7 +524,7 @@ class BufferMetrics(ProcessMetrics):
     state_seconds = catalogue.Buffer.buffer_state_seconds_total
 
     def limits(self, limits: Limits) -> None:
-        """Records the buffer's limits; at the start and when a limit changes."""
+        """Records the buffer's limits; once, at the start."""
         self._instruments.set(catalogue.Limits.staleness_limit_versions, limits.max_staleness_versions)
         self._instruments.set(catalogue.Limits.buffer_capacity_groups, limits.capacity_groups)
         self._instruments.set(catalogue.Limits.buffer_capacity_bytes, limits.capacity_bytes)

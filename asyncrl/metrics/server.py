@@ -3,10 +3,11 @@
 The endpoint shows the process's asyncrl registry and the default registry, to which vLLM adds `vllm:*`. The learner's
 endpoint also answers `GET /sd`, Prometheus' HTTP service discovery, for the whole run.
 
-The endpoint cannot block training. If the port is taken, it uses a free port and logs a warning (F31). Each connection
-has a thread of its own and takes one request. It is closed after `scrape_timeout_s`, however slowly its client sends or
-reads. Beyond `connections` open ones, a new connection ends the oldest one of the address that has most. A scrape takes
-milliseconds, so clients that hold connections end each other's and not the scrape's.
+The endpoint cannot block training. If the port is taken, it uses a free port and logs a warning (F31 in
+docs/faults.md). Each connection has a thread of its own and takes one request. It is closed after `scrape_timeout_s`,
+however slowly its client sends or reads. Beyond `connections` open ones, a new connection ends the oldest one of the
+client address with the most connections. A scrape takes milliseconds, so the ended connections are those that a client
+holds open.
 """
 
 import asyncio
@@ -118,7 +119,8 @@ class MetricsServer:
         return LINGER_S if last_s is not None and time.monotonic() - last_s < self._limits.watched_s else 0.0
 
     async def told(self, *, since_s: float) -> None:
-        """Waits until every client of `/sd` has read the list as it is since `since_s` on the monotonic clock.
+        """Waits until every client of `/sd` has read the list of targets as it is since `since_s` on the monotonic
+        clock. A run that ends without an error has emptied this list.
 
         A client counts only if it sent a request for `/sd` in the `watched_s` before `since_s`, and announced that it
         asks again. Returns after `discovery_s` even if a client has not asked again.
@@ -172,7 +174,8 @@ class _Connection(NamedTuple):
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
-    """Connections that the kernel keeps until they are accepted. With Python's 5, one of many waits a second."""
+    """Connections that the kernel keeps until they are accepted. With Python's default of 5, some of many simultaneous
+    connections wait a second."""
 
     def __init__(
         self,
@@ -235,8 +238,8 @@ class _Server(ThreadingHTTPServer):
                 self._end(connection)
 
     def _end_oldest(self) -> None:
-        """Ends the oldest connection of the address that has most. A slow or hostile client of one address does not
-        keep the clients of others out."""
+        """Ends the oldest connection of the client address with the most connections. So a slow or hostile client does
+        not keep the clients at other addresses out."""
         opened = self._opened.copy()
         counts = Counter(of_it.peer for of_it in opened.values())
         oldest = next((each for each, of_it in opened.items() if counts[of_it.peer] == max(counts.values())), None)

@@ -156,7 +156,7 @@ class Trackers:
             arguments = _arguments(name, project=project, run=named, folder=folder, known=known, going=self._going)
             tracker: Any = classes[name](**arguments)
             tracker.start()
-            # MLflow refuses other values of its parameters, and TensorBoard would show a second set of them.
+            # In a resumed run, MLflow would refuse changed parameters, and TensorBoard would show a second set of them.
             if known is None or name not in ("mlflow", "tensorboard"):
                 tracker.store_init_configuration(dict(settings))
             self._live[name] = tracker

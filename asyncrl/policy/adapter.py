@@ -114,7 +114,8 @@ def write_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], lora: LoraS
 
 
 def _targets(model: PreTrainedModel, lora: LoraSection) -> list[str]:
-    """Returns the names that peft looks for."""
+    """Returns the ends of the names of the linear layers that get an adapter. With `all-linear`, these are all linear
+    layers but the output head. Raises ConfigError for a target that is not a linear layer."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     layers = [
         name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head

@@ -1,5 +1,7 @@
 """Exports the adapter of a policy (`model.lora`) as a directory that peft, transformers and vLLM load, and merges it.
 
+The directory has these files:
+
 adapter_model.safetensors  adapter_config.json  tokenizer.json …  COMPLETE
 """
 
@@ -28,7 +30,7 @@ def convert_adapter(
     path: Path,
     dtype: torch.dtype,
 ) -> None:
-    """Writes the adapter that `ShardedState.write` wrote to `weights_path`.
+    """Exports the adapter of the checkpoint that `ShardedState.write` wrote to `weights_path`, to the directory `path`.
 
     `base` is the path or the Hub id of the model to which the adapter belongs, and `tokenizer_path` the folder of its
     tokenizer. Not a collective. Raises CheckpointError if it cannot be written.
@@ -67,7 +69,7 @@ def merge_adapter(adapter: Path, path: Path, *, base: str, dtype: torch.dtype) -
     merged = adapted.merge_and_unload().to(dtype)
     merged.save_pretrained(unfinished)
     for weights in unfinished.glob("*.safetensors"):
-        weights.chmod((unfinished / "config.json").stat().st_mode)  # it would be readable only for the owner
+        weights.chmod((unfinished / "config.json").stat().st_mode)  # safetensors makes it readable only for the owner
     AutoTokenizer.from_pretrained(base, trust_remote_code=False).save_pretrained(unfinished)
     _finish(path)
 

@@ -1,10 +1,10 @@
-"""Which models are trained and served right, by the `model_type` of their config.json. Without torch.
+"""Which models are trained and served correctly, by the `model_type` of their config.json. Without torch.
 
-Each row was compared in float32: log-probs of padded and of packed rows with those of each row alone by transformers'
-eager attention, and log-probs of vLLM's engine after weight updates with the learner's. tests/families repeats the
-first comparison, and docs/models.md shows the table.
+Each entry of `FAMILIES` comes from two comparisons in float32: log-probs of padded and of packed rows with those of
+each row alone by transformers' eager attention, and log-probs of vLLM's engine after weight updates with the learner's.
+tests/families repeats the first comparison, and docs/models.md shows the table.
 
-A family without a row is not refused here. For these, the ranks compare rows at their start
+A family without an entry is not refused here. For its models, the ranks compare rows at their start
 (`asyncrl.ranks.start_check`), and a replica compares its first weights with the learner's.
 """
 
@@ -31,9 +31,9 @@ class Family:
     engine: str = ""
     """Why no engine can serve these models."""
     engine_on_cpus: str = ""
-    """The same for engines on CPUs only."""
+    """Why no engine on CPUs can serve these models."""
     mixed_windows: str = ""
-    """Why no engine can serve those of which only some layers have a window."""
+    """Why no engine can serve those of these models in which only some layers have an attention window."""
     caps: Mapping[str, float] = field(default_factory=dict)
     """Keys of config.json that cap scores or logits, with the family's defaults. A cap that is not null is refused."""
     kinds: frozenset[str] = frozenset()
@@ -73,7 +73,7 @@ _WITHOUT_TEXT = Family(learner=_MULTIMODAL)
 _FINAL, _SCORES = "final_logit_softcapping", "attn_logit_softcapping"
 
 FAMILIES: Mapping[str, Family] = {
-    # -- attention that all share --------------------------------------------------------------------------------
+    # -- the attention that most models of transformers share ----------------------------------------------------
     **dict.fromkeys(("llama", "qwen3", "mistral", "ministral3", "phi3", "glm4", "exaone4"), _RIGHT),
     **dict.fromkeys(("gemma", "gemma3_text", "ernie4_5", "gpt2", "opt"), _TIED),
     **dict.fromkeys(("olmo", "olmo2", "olmo3", "gpt_neox", "ministral", "arcee", "helium", "seed_oss"), _RIGHT),
@@ -116,19 +116,21 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("gemma3", "gemma4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3"), _WITHOUT_TEXT),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _WITHOUT_TEXT),
 }
-"""One row for each `model_type`."""
+"""The limits of the models of each `model_type` that was compared."""
 
 Json = Mapping[str, Any]
 
 
 def check_family(model: Json, config: Config, *, path: str) -> None:
-    """Raises ConfigError if the learner's ranks would be wrong for the model at `path`, which has this config.json."""
+    """Raises ConfigError if the learner's ranks cannot train the model at `path`, or would compute wrong log-probs for
+    it. `model` is its config.json."""
     if problems := list(dict.fromkeys(_learner_problems(model, config))):
         raise ConfigError("\n".join(f"model.path = {path}: {problem}" for problem in problems))
 
 
 def family_problems(model: Json, config: Config) -> tuple[list[str], list[str]]:
-    """Returns (problems, warnings) of a run with the model of this config.json, for learner and engines."""
+    """Returns (problems, warnings) of a run with the model of this config.json, for learner and engines. A problem
+    refuses the run."""
     path = f"model.path = {config.model.path}"
     problems = [*_learner_problems(model, config), *_engine_problems(model, config)]
     warnings = [] if problems else _unknown(model)
@@ -171,7 +173,7 @@ def _learner_problems(model: Json, config: Config) -> Iterator[str]:
 
 
 def _long_rows(model: Json, config: Config) -> Iterator[str]:
-    """Yields the limits that rows of `model.max_length` tokens exceed."""
+    """Yields a message for each limit of the model that rows of `model.max_length` tokens exceed."""
     name, family, longest = _name(model), _family(model), config.model.max_length
     chunk, window = _value(model, "attention_chunk_size"), _value(model, "sliding_window")
     packed = config.learner.batching == "packed"
@@ -231,7 +233,7 @@ def _unknown(model: Json) -> list[str]:
 
 
 def _in_transformers(name: str) -> bool:
-    from transformers import CONFIG_MAPPING  # takes seconds; only models that come with code are looked up
+    from transformers import CONFIG_MAPPING  # takes seconds, so it is imported only for models that come with code
 
     return name in CONFIG_MAPPING
 
@@ -275,7 +277,8 @@ def _family(model: Json) -> Family:
 
 
 def _name(model: Json) -> str:
-    """Returns the family: that of `text_config` if only this one has a row, as in a wrapper of a known text model."""
+    """Returns the name of the family: the outer `model_type`, or that of `text_config` if only the latter is in
+    `FAMILIES`, as in a wrapper of a known text model."""
     names = [str(section.get("model_type")) for section in _sections(model)]
     return next((name for name in names if name in FAMILIES), names[0])
 

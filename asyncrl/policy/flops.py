@@ -32,7 +32,8 @@ import torch
 from transformers import PretrainedConfig
 
 COUNTED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Values of `model_type`. tests/policy/test_flops.py counts the products of one model of each type."""
+"""Values of `model_type` of the models that are counted. tests/policy/test_flops.py compares one model of each type
+with a count of its products."""
 
 QUERY, KEY, VALUE, OUTPUT = (f"self_attn.{name}_proj" for name in "qkvo")
 GATE, UP, DOWN = (f"mlp.{name}_proj" for name in ("gate", "up", "down"))
@@ -85,7 +86,8 @@ class ModelCost:
 
 
 def model_cost(config: PretrainedConfig, *, adapters: Mapping[str, int] | None = None) -> ModelCost | None:
-    """Returns the cost of a causal language model with its output head, or None for an uncounted model.
+    """Returns the cost of a causal language model with its output head, or None for a model that is not counted
+    (`COUNTED`).
 
     `adapters` has the ranks of the adapters by the names of their layers, if only adapters are trained. Then the result
     is also None if a name is not that of a counted layer.
@@ -131,14 +133,15 @@ def _backward_of_adapters(config: PretrainedConfig, adapters: Mapping[str, int])
     """
     shapes = _shapes(config)
     per_token = attention_products = 0
-    stream = False  # the residual stream depends on an adapter
+    stream = False  # whether the residual stream depends on an adapter
 
     def layer(block: int, name: str, *, reads: bool) -> bool:
-        """Adds a linear layer. `reads`: what it reads depends on an adapter. Returns whether what it writes does."""
+        """Adds the products of a linear layer to the count. `reads`: its input depends on an adapter. Returns whether
+        its output does."""
         nonlocal per_token
         read, written = shapes[name]
         rank = adapters.get(f"model.layers.{block}.{name}", 0)
-        # Of the adapter: the gradients of both matrices, and of what the second one reads.
+        # The layer's adapter: the gradients of its two matrices, and of the second one's input.
         per_token += 2 * rank * (read + 2 * written)
         if reads:
             per_token += 2 * read * (written + rank)
@@ -146,7 +149,8 @@ def _backward_of_adapters(config: PretrainedConfig, adapters: Mapping[str, int])
 
     for block in range(config.num_hidden_layers):
         query, key, value = (layer(block, name, reads=stream) for name in (QUERY, KEY, VALUE))
-        attention_products += value + (query or key) + query + key  # of V, of the probabilities, of Q, of K
+        # the gradients of V, of the probabilities, of Q and of K
+        attention_products += value + (query or key) + query + key
         stream = layer(block, OUTPUT, reads=query or key or value)
         gate, up = (layer(block, name, reads=stream) for name in (GATE, UP))
         stream = layer(block, DOWN, reads=gate or up)

@@ -64,8 +64,8 @@ class PolicyInterface(TrainedModelInterface[LossFunction]):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
-        """Returns the `ReferenceLogprobOutputSpec`: the same log-probs under the initial weights. The live weights stay
-        unchanged."""
+        """Returns the `ReferenceLogprobOutputSpec`: log-probs like those of `get_logprobs`, but under the initial
+        weights. The live weights stay unchanged."""
 
 
 class ColocatablePolicyInterface(PolicyInterface):
@@ -99,14 +99,14 @@ class ColocatablePolicyInterface(PolicyInterface):
         """Returns (shape, dtype without `torch.`) of every weight by its Hugging Face name, in broadcast order."""
 
     def prepare_info_for_collective(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """The name of `prepare_refit_info` in other trainers."""
+        """Returns `prepare_refit_info()`. Other trainers call it by this name."""
         return self.prepare_refit_info()
 
     @abstractmethod
     def broadcast_weights_for_collective(
         self, *args: Any, version: Version | None = None, **kwargs: Any
     ) -> list[ray.ObjectRef[None]]:
-        """Makes every rank send its part of the current weights.
+        """Makes every rank broadcast its part of the current weights to the engines.
 
         Returns at once. The references are done when all engines have received all weights. They raise UpdateRefused if
         an engine has another model; the group stays usable then.

@@ -42,7 +42,7 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
     _advantages = ("advantages",)
     _trained_fields = (*DP_TRAIN_FIELDS, "weight_versions", SUPPORT)
     _sent: Version | None = None
-    """The newest version that was sent."""
+    """The newest version that was sent to engines."""
     _sharing = False
     """True from `prepare_weights_for_ipc` to the end of the refit."""
 
@@ -65,7 +65,7 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
         return self._score(data, timer, method, micro_batch_size=micro_batch_size)
 
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
-        """Loads the weights onto the ranks' devices, for `get_logprobs`."""
+        """Moves weights and optimizer to the ranks' devices, for `get_logprobs`."""
         ignore_arguments("prepare_for_lp_inference", args, kwargs)
         self.ranks.call(PolicyWorker.prepare_for_training)
 
@@ -80,15 +80,16 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
         self.ranks.beside(SAVING, PolicyWorker.write_hf, None, path.absolute())
 
     def write_hf(self, weights_path: Path, path: Path) -> None:
-        """Writes the directory of `save_hf` with the weights that `write_checkpoint` wrote to `weights_path`.
+        """Writes a Hugging Face directory like `save_hf`, with the weights that `write_checkpoint` wrote to
+        `weights_path`.
 
         It blocks, but another thread may make any other call meanwhile. Raises CheckpointError if it cannot be written.
         """
         self.ranks.beside(SAVING, PolicyWorker.write_hf, weights_path.absolute(), path.absolute())
 
     def trained_step(self) -> int | None:
-        """Returns the version of the weights by the ranks' own account: see `RankWorker.trained_step`. A call that
-        trains is finished first."""
+        """Returns the version of the ranks' weights: 1 more than the `step` of the last call that applied an update;
+        None if there was none since the start or the last load. A call that trains is finished first."""
         return self.ranks.call(PolicyWorker.trained_step)[0]
 
     # -- weights -------------------------------------------------------------------------------------------------

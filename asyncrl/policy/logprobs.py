@@ -155,7 +155,7 @@ def _plain_head(model: PreTrainedModel) -> torch.nn.Linear:
 
 @contextmanager
 def _forward_replaced(module: torch.nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Replaces the module's forward for a while. Its hooks still run, and its class is unchanged. A forward that
+    """Replaces the module's forward within the block. Its hooks still run, and its class is unchanged. A forward that
     another library has set on the module is restored afterwards."""
     own = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
@@ -185,7 +185,7 @@ def _forward_replaced(module: torch.nn.Module, forward: Callable[[torch.Tensor],
 class SupportHead(torch.autograd.Function):
     """Output head, log-softmax over the support, and entropy as one autograd function.
 
-    The gradients are those of `asyncrl.policy.logprobs` for the tokens of the support, and 0 for all others.
+    The gradients have the formulas of `ChunkedHead`, with a softmax over the support. They are 0 for all other tokens.
     """
 
     @staticmethod
@@ -206,7 +206,7 @@ class SupportHead(torch.autograd.Function):
             logits_NK[part] = torch.bmm(rows_nKD, hidden_ND[part].to(dtype).unsqueeze(2)).squeeze(2)
         inside_NK = support_NK >= 0
         logits_NK = (logits_NK / temperature).masked_fill_(~inside_NK, -torch.inf)
-        # a token without a support would have no finite logit
+        # 0 for a token without a support, because it has no finite logit
         normalizer_N = torch.where(inside_NK.any(dim=1), logits_NK.logsumexp(dim=1), 0.0)
         logp_NK = logits_NK - normalizer_N.unsqueeze(1)
         is_target_NK = support_NK == targets_N.unsqueeze(1)
@@ -224,7 +224,7 @@ class SupportHead(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         hidden_ND, weight_VD, support_NK, is_target_NK, logp_NK, entropy_N = ctx.saved_tensors
         inside_NK, probs_NK = support_NK >= 0, logp_NK.exp()
-        # −∂L/∂z · τ, which is 0 outside the support
+        # −∂L/∂z · τ with the loss L, the logits z and the temperature τ; it is 0 outside the support
         slope_NK = torch.zeros_like(logp_NK)
         if grad_logprobs_N is not None:
             slope_NK += grad_logprobs_N.unsqueeze(1) * (probs_NK - is_target_NK.to(probs_NK.dtype))
@@ -257,8 +257,8 @@ class SupportHead(torch.autograd.Function):
 def _rows(
     weight_VD: torch.Tensor, support_NK: torch.Tensor, *, dtype: torch.dtype, chunk_logits: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Iterates over (tokens, the rows [n, K, D] of their supports). At most `chunk_logits` numbers are gathered at a
-    time, or those of one token. Padding gathers the first row."""
+    """Iterates over (a slice of tokens, the head's rows [n, K, D] for their supports). At most `chunk_logits` numbers
+    are gathered at a time, or those of one token. For padding of a support, the head's first row is gathered."""
     tokens, width = support_NK.shape
     step = max(1, chunk_logits // (width * weight_VD.shape[1]))
     for start in range(0, tokens, step):
@@ -281,8 +281,7 @@ def _rows(
 # - Between forward and backward, only the inputs and two numbers for each token are kept.
 # - Products have float32 accumulators. On a GPU the operands keep their own precision, and the product's `out_dtype` is
 #   float32. PyTorch has no such product on a CPU. There, operands are cast to float32, one chunk of the weight at a
-#   time,
-#   unless the CPU has instructions for bfloat16.
+#   time, unless the CPU has instructions for bfloat16.
 #
 # With these instructions, a product of bfloat16 operands takes 0.45 times as long as one of float32 operands, but its
 # result is rounded to bfloat16. The error of such a rounding is at most 2⁻⁸ of the rounded number. A number near the
@@ -450,8 +449,8 @@ class Chunks:
         return weight_ND.mul_(self.hidden_ND).sum(dim=1).div_(self.temperature).to(self.dtype)
 
     def buffers(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Iterates over (vocabulary rows, buffer [N, C] for a number of each token and row). It is one buffer, whose
-        content has no meaning yet."""
+        """Iterates over (vocabulary rows of a chunk, buffer [N, C] with room for a number of each token and row). All
+        chunks get the same memory, whose content has no meaning yet."""
         for start in range(0, len(self.weight_VD), self.chunk_rows):
             rows = slice(start, min(start + self.chunk_rows, len(self.weight_VD)))
             width = rows.stop - rows.start
@@ -459,7 +458,8 @@ class Chunks:
 
     def logits(self, base_N: torch.Tensor | None) -> Iterator[tuple[slice, torch.Tensor]]:
         """Iterates over (vocabulary rows, logits [N, C] divided by the temperature, minus `base_N`). All logits are in
-        one buffer, which the caller may overwrite. If results are rounded, a base near the logits is needed."""
+        one buffer, which the caller may overwrite. If products are rounded (`rounds`), `base_N` must be given: the
+        nearer it is to the logits, the smaller is the rounding error."""
         scale = 1 / self.temperature
         for rows, logits_NC in self.buffers():
             weight_DC = self._weight_CD(rows).t()

@@ -35,22 +35,23 @@ from asyncrl.ranks.witnessed import WITNESS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnPolicy:
-    """Which tokens the step's own weights have sampled, so that engine and learner must agree on their log-probs.
+    """Which tokens were sampled with the weights of the step's start, so that engine and learner must agree on their
+    log-probs.
 
-    With `whole_samples`, only those of samples that were generated completely by these weights: the others also have
-    keys and values of older weights in their KV cache (`weights.kv_cache: keep`).
+    With `whole_samples`, only the tokens of samples that these weights have generated completely: other samples also
+    had keys and values of older weights in their KV cache (`weights.kv_cache: keep`).
     """
 
     whole_samples: bool
 
     def mask(self, data: BatchedDataDict, *, step: int | None) -> torch.Tensor:
-        """Returns these tokens as bool [B, T]. There are none without the `step` of the weights; the rows then need no
-        versions."""
+        """Returns the on-policy tokens as bool [B, T]. Without the `step` of the weights there are none, and the rows
+        need no column `weight_versions`."""
         if step is None:
             return torch.zeros_like(data["input_ids"][:, 1:], dtype=torch.bool)
         versions_BT: torch.Tensor = data["weight_versions"][:, 1:]
         other_BT = versions_BT != step
-        if self.whole_samples:  # also tokens that are masked because they are too old
+        if self.whole_samples:  # a token of other weights excludes its row, also if it is masked because it is too old
             other_BT = other_BT | (other_BT & (versions_BT != NO_VERSION)).any(dim=1, keepdim=True)
         return ~other_BT
 
@@ -64,7 +65,8 @@ def loss_of(
     packed: bool,
     on_policy: OnPolicy,
 ) -> MicroBatchOutcome:
-    """Computes the loss, diagnostics and the loss's own metrics. `on_policy` says which tokens count as on-policy.
+    """Computes the loss of a micro-batch, diagnostics, and the loss's own metrics. `on_policy` says which tokens count
+    as on-policy.
 
     Without the column `generation_logprobs`, the distance between data and policy is not measured. With
     `context.sole_update`, the loss reads the log-probs of this pass as `prev_logprobs` if the rows have none.
@@ -155,7 +157,8 @@ def _outputs(
 def _slopes_of_rows(
     rows: Sequence[int], *, data: BatchedDataDict, outputs: _Outputs, context: UpdateContext[LossFunction]
 ) -> torch.Tensor:
-    """Returns the derivatives of a loss of one output by this output, if the micro-batch has only these rows."""
+    """Returns the derivatives of the loss by the model's output for these rows, as if the micro-batch had no others.
+    The loss must read one output only. The witness calls it for a loss of the user's own."""
     leaves = {name: output[rows].detach().requires_grad_() for name, output in outputs.columns.items()}
     loss = of_outputs(context.loss_fn, leaves, data.select_indices(rows), context.counts)
     with torch.enable_grad():
@@ -174,7 +177,7 @@ def _diagnosed(
     on_policy: OnPolicy,
 ) -> MetricSums:
     """Returns how far the data is from the policy, and how a loss of log-probs pushes its tokens. `slopes` are the
-    derivatives of the loss by its arguments. Nothing is known without the log-probs of the generation."""
+    derivatives of the loss by its arguments. Without the column `generation_logprobs`, nothing is measured."""
     if "generation_logprobs" not in data:
         return MetricSums()
     slopes_BT, mask_BT = slopes.get("next_token_logprobs"), trained_mask(data)[:, 1:]

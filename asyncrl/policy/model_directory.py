@@ -22,7 +22,8 @@ _INDEX = "model.safetensors.index.json"
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 MOST_COUNTED = 256
-"""A config.json may count so many layers without a look at the weights. The largest published models have 126."""
+"""Counts in config.json up to this number are accepted without a look at the weights. The largest published models have
+126 layers."""
 _COUNT = re.compile(r"(layers?|blocks?|depth|labels|dense_replace)$")
 """Ends of the keys of config.json for which transformers makes a list or modules of that length."""
 _CHUNK_BYTES = 2**24
@@ -103,7 +104,8 @@ def counts_problem(path: Path) -> str | None:
 
 
 def _counts(section: dict[str, Any]) -> Iterator[tuple[int, str]]:
-    """Yields the counts in config.json with their keys, also those of the sections in it."""
+    """Yields the numbers in config.json by which libraries make lists of layers or names, with their keys (`_COUNT`).
+    Also yields those of the sections in it."""
     for key, value in section.items():
         if isinstance(value, dict):
             yield from _counts(value)
@@ -164,7 +166,8 @@ class _Stored:
 
 def second_head(path: Path) -> tuple[str, str] | None:
     """Returns the names of the output head and the embeddings if the files of the model at `path` have both and they
-    differ. None for files that are not safetensors or cannot be read, because loading them names the cause.
+    differ, so that they cannot be one matrix. Returns None for files that are not safetensors or cannot be read: the
+    load of the model reports the cause later.
 
     Reads both tensors until they differ, which takes up to a second for 1 GiB.
     """
@@ -257,7 +260,8 @@ def _size(vocab: dict[str, int] | list[Any]) -> int:
 
 
 def _positions(config: dict[str, Any]) -> int | None:
-    """Returns None for scaled positions, because their reach depends on the kind of scaling."""
+    """Returns the longest sequence that the model supports, in tokens. Returns None if config.json does not give it,
+    and for scaled positions, because their reach depends on the kind of scaling."""
     sections = (config, config.get("text_config") or {})
     scaling = [section.get(key) for section in sections for key in ("rope_scaling", "rope_parameters")]
     return None if "factor" in json.dumps(scaling) else _number(config, "max_position_embeddings", "n_positions")

@@ -17,12 +17,14 @@ from asyncrl.ranks.plan import CURRENT, PlannedUpdate
 
 
 def needs_reference(loss_fn: LossFunction) -> bool:
-    """Returns True if the loss reads `reference_policy_logprobs`. It can be known only for an objective of asyncrl."""
+    """Returns True if the loss is an objective of asyncrl that reads `reference_policy_logprobs`. Returns False for
+    other losses, of which this is not known."""
     return isinstance(loss_fn, ObjectiveLoss) and "reference" in loss_fn.objective.sources()
 
 
 def holds_reference(config: Config) -> bool:
-    """Returns True if the objective or the advantages of a configuration read the initial weights."""
+    """Returns True if the objective or the advantages of a configuration read log-probs under the initial weights, so
+    that the ranks must keep these weights."""
     return needs_reference(build_loss(config)) or reward_kl(advantage_of(config.algorithm)) is not None
 
 
@@ -39,8 +41,8 @@ def needs_proximal(loss_fn: LossFunction, *, updates: int) -> bool:
 def add_update_shares(
     loss_fn: LossFunction, updates: Sequence[PlannedUpdate], *, gather: Callable[[Any], list[Any]]
 ) -> None:
-    """Adds the columns of `asyncrl.algorithms.shares` that the loss reads to every micro-batch, from counts of its
-    update over all ranks. A collective if the loss reads any of them."""
+    """Adds to every micro-batch the coefficients that the loss reads as columns (`asyncrl.algorithms.shares`), from
+    counts of its update over all ranks. A collective if the loss reads any of them."""
     if not (isinstance(loss_fn, ObjectiveLoss) and loss_fn.columns & set(SHARES)):
         return
     own = [sum(map(count_tokens, update.parts), TokenCounts()) for update in updates]

@@ -64,8 +64,8 @@ class TQPolicy(Policy):
     # -- partitions ----------------------------------------------------------------------------------------------
 
     def prepare_step(self, num_samples: int, group_size: int | None = None) -> None:
-        """Registers the partition. Idempotent. It clears nothing, because the partition may have rows of later
-        steps."""
+        """Registers the policy's partition of the data plane with the columns and tasks of a step. Idempotent. It
+        clears no rows, because the partition may have rows of later steps."""
         self.dp_client.register_partition(self.tq_partition_id, STEP_FIELDS, num_samples, TRAIN_TASKS, group_size)
 
     def prepare_val_partition(self, num_samples: int, *, partition_id: str = "val") -> None:
@@ -89,7 +89,7 @@ class TQPolicy(Policy):
     def read_from_dataplane(
         self, meta: KVBatchMeta, *, select_fields: Sequence[str], pad_value_dict: Mapping[str, float] | None = None
     ) -> BatchedDataDict:
-        """Returns these columns of the rows, padded to the same width as on the ranks."""
+        """Returns the columns `select_fields` of the rows, padded to the same width as on the ranks."""
         self._stamp_pad_seqlen(meta)
         padding = {} if pad_value_dict is None else {"pad_value_dict": pad_value_dict}
         return self._rows.patiently(lambda client: client.get_data(meta, select_fields, **padding))
@@ -100,8 +100,8 @@ class TQPolicy(Policy):
         write_columns(self._rows, meta, fields)
 
     def _scored_fields(self, meta: KVBatchMeta) -> tuple[str, ...]:
-        """Returns the columns that the ranks fetch to compute log-probs. Branches are read if `meta` names them, in
-        all stages."""
+        """Returns the columns that the ranks fetch to compute log-probs. The column of branches is one of them if
+        `meta` names it."""
         branches = [BRANCH] if BRANCH in (meta.fields or ()) else []
         return (*LP_SEED_FIELDS, *([SUPPORT] if self._config.has_supports else []), *branches)
 

@@ -63,8 +63,9 @@ from asyncrl.witness.objective import Axes
 
 
 class PolicyWorker(RankWorker[LossFunction]):
-    """A rank of the policy at `model_path`. It also holds the frozen initial weights if the objective or the advantages
-    read them. With `model.lora` these are the policy's own weights without its adapter, so nothing more is held."""
+    """A rank of the policy at `model_path`. It also holds the frozen initial weights, the reference, if the objective
+    or the advantages read them. With `model.lora` the reference is the policy without its adapter, so there is no
+    second copy."""
 
     section = "learner"
 
@@ -97,7 +98,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         described, _ = PreTrainedConfig.get_config_dict(model_path)
         check_family(described, self.config, path=model_path)
         lora = self.config.model.lora
-        # Frozen weights need no more precision than the passes compute in.
+        # With an adapter these weights are frozen, and need no more precision than the passes compute in.
         dtype = torch.float32 if lora is None else compute_dtype(self.config)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             model_path,
@@ -165,7 +166,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         if not any(self.gather(any("reference_policy_logprobs" in part for part in update.parts))):
             return
         with self._as_reference() as model:
-            first = self._first_digest  # None: an adapter that is switched off
+            first = self._first_digest  # None with model.lora: the reference is no copy that could have changed
             is_initial = first is None or first == self._reference_digest(model)
             witness.compare_reference(update.parts, model, is_initial=is_initial, device=self._device)
 
@@ -174,7 +175,7 @@ class PolicyWorker(RankWorker[LossFunction]):
 
     def _model_flops(self, lengths: Sequence[int], *, backward: bool) -> int | None:
         if self.config.generator.top_k is not None:
-            return None  # the head multiplies the rows of supports only, and how many these are is not counted
+            return None  # the output head then multiplies only the supports' rows, whose number is not known here
         adapters = None
         if self._lora is not None:
             from asyncrl.policy.adapter import ranks_of
@@ -198,14 +199,16 @@ class PolicyWorker(RankWorker[LossFunction]):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict, *, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """Returns `reference_logprobs` [B, S]: the same under the initial weights. The live weights are not changed."""
+        """Returns `reference_logprobs` [B, S]: log-probs like those of `get_logprobs`, but under the initial weights.
+        The live weights are not changed."""
         with self._as_reference() as model:
             scored_BS = self._scored_logprobs(data, model=model, micro_batch_size=micro_batch_size)
         return BatchedDataDict(reference_logprobs=scored_BS)
 
     def probe(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
-        """Returns log-probs (nats, temperature 1) of tokens[1:] given their prefixes, under the weights as they are
-        published. All ranks must pass the same sequences."""
+        """Returns for each sequence the log-probs (nats, temperature 1) of all tokens but the first, given the tokens
+        before them. The weights are rounded to the engine's precision, as they are published. All ranks must pass the
+        same sequences."""
         with rounded_weights(self.model, self._engine_dtype):
             scored_BS = self._scored_logprobs(token_batch(sequences), model=self.model, temperature=1.0).numpy()
         return [row[1 : len(tokens)] for row, tokens in zip(scored_BS, sequences, strict=True)]
@@ -252,7 +255,8 @@ class PolicyWorker(RankWorker[LossFunction]):
         return self._scored(data, score, micro_batch_size=micro_batch_size, columns=columns)
 
     def weights_metadata(self) -> tuple[ParameterSpec, ...]:
-        """Returns every parameter in the order of `gather_weights`, in the engine's precision. Not a collective."""
+        """Returns name, shape, dtype and size of every trained parameter in the engine's precision, in the order of
+        `gather_weights`. Not a collective."""
         return self._specs
 
     def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -263,11 +267,11 @@ class PolicyWorker(RankWorker[LossFunction]):
 
     def write_hf(self, weights_path: Path | None, path: Path) -> None:
         """Writes a Hugging Face directory that vLLM can serve, with the weights of the checkpoint at `weights_path`, or
-        with those that `stage_checkpoint` copied. With `model.lora` it is that of the adapter. It may run in a second
-        thread, like `write_checkpoint`.
+        with those that `stage_checkpoint` copied. With `model.lora` the directory has only the adapter. It may run in a
+        second thread, like `write_checkpoint`.
 
-        See `convert_to_hf` for the errors. The copies are first written to files beside `path`, because no rank has
-        whole tensors.
+        Raises CheckpointError if the directory cannot be written, or if something else is at `path`. Copies of
+        `stage_checkpoint` are first written as a checkpoint beside `path`, because no rank has whole tensors.
         """
         if weights_path is not None and self._lora is not None:
             from asyncrl.policy.adapter_export import convert_adapter  # imports peft, which other runs do not need
@@ -311,9 +315,9 @@ class PolicyWorker(RankWorker[LossFunction]):
     ) -> tuple[list[list[float]], ChangedElements | None]:
         """Copies this rank's shards of the current weights into the memory `slot`, in place of the snapshot there.
         Returns the probe's log-probs (nats) under these weights, and how many elements have other bits than in the
-        snapshot of the other slot; None if there is none.
+        snapshot of the other slot; None if there is no such snapshot.
 
-        A snapshot that is being delivered must have another slot.
+        Do not pass the slot of a snapshot that is being delivered, because its memory would be overwritten.
         """
         last = self._snapshots.pop(slot, None)
         logprobs = [row.tolist() for row in self.probe(probe_tokens)] if probe_tokens else []
@@ -332,8 +336,8 @@ class PolicyWorker(RankWorker[LossFunction]):
         self, transport: Transport, slot: int, version: Version, previous: Version | None, whole: bool = False
     ) -> list[DeliveredBucket]:
         """Sends this rank's buckets of the snapshot in `slot`, which has the weights of `version`. `previous` is the
-        newest version that the weight store has. No bucket is sent as changes if the delivery must be `whole`. The
-        transport of the first delivery sends all of them."""
+        newest version that the weight store has, to which deltas refer. If the delivery must be `whole`, no bucket is
+        sent as a delta. The first call opens the sender of its `transport`, and later calls use this sender."""
         if self._sender is None:
             self._sender = transport.sender(self.rank, self.world_size)
         if self._deltas is None:
@@ -351,7 +355,8 @@ class PolicyWorker(RankWorker[LossFunction]):
         self._peers = Peers.join(rendezvous, rank=self.rank, device=self._device)
 
     def _leave_collective(self) -> None:
-        """Leaves the group if there is one. Ranks that are in an exchange get CollectiveError."""
+        """Leaves the process group for weights if this rank has joined one. Ranks that are in an exchange get
+        CollectiveError."""
         peers, self._peers = self._peers, None
         if peers is not None:
             peers.close()
@@ -373,16 +378,20 @@ class PolicyWorker(RankWorker[LossFunction]):
             self._snapshots.clear()
 
     def prepare_weights_for_ipc(self, refit_buffer_size_bytes: int | None, version: Version) -> list[list[str]]:
-        """Calls `SharedWeights.prepare`."""
+        """Divides the current weights into groups, to share them with engines on the ranks' devices one group after the
+        other. Returns the names of the weights of each group. A group of several weights fits into
+        `refit_buffer_size_bytes`."""
         specs, weights = self.weights_metadata(), self.gather_weights()
         return self._shared.prepare(specs, weights, refit_buffer_size_bytes, version=version)
 
     def get_weights_ipc_handles(self, keys: Sequence[str]) -> dict[str, SharedGroup]:
-        """Calls `SharedWeights.next_group`."""
+        """Copies the next group of weights, which have the names `keys`, into shared memory of this rank's device.
+        Returns what an engine needs to open the memory, by device."""
         return self._shared.next_group(keys)
 
     def offload_after_refit(self) -> None:
-        """Frees everything of this rank on its device: frees the shared weights, and moves model and optimizer away."""
+        """Frees the memory of this rank's device: frees the shared weights, and moves model, optimizer and reference to
+        the host's memory."""
         self._shared.release()
         self.offload_optimizer()
         self._placement.offload_model()

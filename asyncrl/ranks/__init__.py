@@ -1,1 +1,4 @@
-"""The ranks of a sharded model: their processes, the calls to them, and a step. It does not depend on the model."""
+"""The ranks of a sharded model: their processes, the calls to them, and a training step.
+
+The policy and the critic share this code, which does not depend on the model.
+"""

@@ -1,5 +1,5 @@
-"""All uses of accelerate: it creates the process group of the ranks and FSDP2. The code is the same on GPUs and
-CPUs."""
+"""Creates the process group of the ranks, and the object of the library accelerate that shards models with FSDP2. The
+code is the same on GPUs and CPUs."""
 
 import os
 from collections.abc import Iterable
@@ -21,7 +21,8 @@ ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
 
 def make_accelerator(*, rank: int, world_size: int, store: Store, timeout: timedelta, config: Config) -> Accelerator:
-    """Returns an accelerator that shards with FSDP2 as `learner` says, on GPUs or CPUs, for one rank or several."""
+    """Joins the process group of the ranks, and returns an accelerator that shards with FSDP2 as the section `learner`
+    says, on GPUs or CPUs, for one rank or several."""
     on_gpu = config.learner.gpus > 0
     # accelerate reads these variables to learn about a process group that it did not create. LOCAL_RANK is 0 because a
     # rank sees only its own GPU. They are set for a single rank, too: otherwise accelerate would not use FSDP

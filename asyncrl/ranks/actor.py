@@ -35,8 +35,9 @@ call."""
 
 
 class RankActor:
-    """Call `node_address` on all ranks, `open_rendezvous` on rank 0, `setup` on all. After that, other methods may be
-    called, on all ranks. `setup` makes the `worker`, and its access to named `rows` if the calls have named rows.
+    """The process of one rank. Call `node_address` on all ranks, `open_rendezvous` on rank 0, `setup` on all. After
+    that, other methods may be called, on all ranks. `setup` makes an object of the class `worker`, and its access to
+    named `rows` if the calls have named rows.
 
     A call has a function, whose first argument is the worker: a method of the worker's class, or a function of another
     layer that reads the rank's model."""
@@ -50,7 +51,7 @@ class RankActor:
         config: Config,
         rows: Callable[[RankWorker[Any], Config], FetchedRows] = FetchedRows,
     ) -> None:
-        gc.freeze()  # see `uncollected`
+        gc.freeze()  # Python's garbage collector must not scan the imported modules again and again
         self._kind, self._rank, self._world_size, self._config = worker, rank, world_size, config
         self._kind_of_rows = rows
         self._store: TCPStore | None = None
@@ -126,7 +127,8 @@ class RankActor:
             return refusal
 
     def attempt(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Calls `function(worker, *args)`. A refusal is raised where the reference to the result is resolved."""
+        """Calls `function(worker, *args)`. Any error, also a refusal (`REFUSALS`), is raised where the caller resolves
+        the reference to the result."""
         return function(self._ready(), *args, **options)
 
     def close(self) -> None:
@@ -134,10 +136,10 @@ class RankActor:
             self._worker.close()
 
     def _opened(self, shared: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
-        """Returns the shared objects, loaded on all ranks or on none.
+        """Returns the objects of these references, loaded on all ranks or on none.
 
-        Ray does not resolve references inside of a list, so that a call is only refused, and the rank goes on, if it
-        cannot import an object.
+        The references are in a list, inside of which Ray does not resolve them before the call. So if a rank cannot
+        import an object, all ranks refuse the call and go on.
         """
         if not shared:
             return []

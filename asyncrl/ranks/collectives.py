@@ -1,4 +1,4 @@
-"""Small messages between the ranks, and calls that all ranks refuse together."""
+"""Small messages between the ranks, and blocks of code whose error on one rank is raised on all ranks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,7 +45,8 @@ def on_all_ranks(action: Callable[[], T], *, group: dist.ProcessGroup) -> T:
 
 
 class Collectives:
-    """Rank `rank` of `world_size`. Every method is a collective. It fails after `timeout`."""
+    """This process as rank `rank` of `world_size`: it exchanges small objects with the other ranks. Every method is a
+    collective, which fails after `timeout`."""
 
     def __init__(self, *, rank: int, world_size: int, timeout: timedelta) -> None:
         self.rank, self.world_size = rank, world_size
@@ -53,14 +54,15 @@ class Collectives:
         self._control = dist.new_group(backend="gloo", timeout=timeout)
 
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of a small tensor over the ranks."""
+        """Adds up a small tensor over the ranks, in place, and returns it."""
         dist.all_reduce(values, group=self._control)
         return values
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """If the body fails on any rank, raises an error on every rank: an error of `REFUSALS` as it is, any other
-        error as CallRefused. This is a collective, and the body must not contain another one."""
+        """If the body fails on any rank, raises the error of the first such rank on every rank: an error of `REFUSALS`
+        as it is, any other error as CallRefused. But if any rank raises RowsLost, every rank raises one RowsLost with
+        the lost rows of all ranks. This is a collective, and the body must not contain another one."""
         refusal: Exception | None = None
         try:
             yield

@@ -39,12 +39,12 @@ _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _AT_ONCE = 2**20
 """Elements of a vector that are mixed at once. Each needs 32 bytes meanwhile."""
 _WORDS_AT_ONCE = 2**21
-"""Words, and rows, of the multilinear kind that are computed at once. Each needs about 50 bytes meanwhile."""
+"""Most words, and most rows, that the multilinear kind computes at once. Each needs about 50 bytes meanwhile."""
 
 
 def model_digest(model: torch.nn.Module, *, rank: int, kind: str, frozen: bool = False) -> int:
-    """Returns this rank's part of the digest. `combined` adds up the parts of all ranks. With `frozen`, parameters that
-    are not trained count too."""
+    """Returns this rank's part of the digest of the model's weights. `combined` adds up the parts of all ranks. With
+    `frozen`, parameters that are not trained count too."""
     return combined(digests_by_tensor(model, rank=rank, kind=kind, frozen=frozen).values())
 
 
@@ -81,14 +81,14 @@ class StepDigests:
     """The digests of a rank's trained weights at the start and at the end of its steps. The digests at the start of a
     step are those at the end of the one before, unless something may have written the weights in between.
 
-    Seen are these writes between two steps:
+    These writes between two steps are seen:
 
     - steps of the optimizer,
     - other memory: tensors that were replaced, or moved to another device and back,
     - operations of torch that write one tensor in place, as in `load_state_dict`; they increment a counter of the
       tensor.
 
-    Not seen are:
+    These are not seen:
 
     - writes through `.data` and through numpy,
     - `torch._foreach_` functions, and other fused optimizers than that of the rank, on sharded parameters,
@@ -115,7 +115,7 @@ class StepDigests:
         return self._known[1]
 
     def forget(self) -> None:
-        """Lets the next call of `now` compute the digests."""
+        """Makes the next call of `now` compute the digests anew."""
         self._known = None
 
 
@@ -142,7 +142,7 @@ def _stamps(model: torch.nn.Module) -> list[_Stamp]:
 
 
 def combined(parts: Iterable[int]) -> int:
-    """Returns the digest of the parts of all ranks, or of all tensors."""
+    """Adds up the digests of parts, such as those of all ranks or all tensors, to the digest of the whole."""
     return sum(parts) % _MODULUS
 
 
@@ -179,9 +179,9 @@ def _xxh3(shard: _Shard) -> int:
 
 
 def _vector_digest(values: torch.Tensor, *, seed: int) -> int:
-    """Returns the part of a vector, whose rows are single elements: too many for one call each.
+    """Returns the digest of a vector. Its rows are single elements, too many for one call of xxh3 each.
 
-    The summand of an element is a mix of its bits and its place (the finalizer of splitmix64).
+    The summand of an element is a mix of its bits and its position (the finalizer of splitmix64).
     """
     kind = {2: np.uint16, 4: np.uint32, 8: np.uint64}[values.element_size()]
     bits = values.reshape(-1).view(torch.uint8).numpy().view(kind)
@@ -241,15 +241,15 @@ class _Rows(NamedTuple):
 
 
 def _words(rows: torch.Tensor) -> torch.Tensor:
-    """Returns the bits of rows as integers [N, W]. Elements of 64 bits become two words: of a product modulo 2⁶⁴ with
-    one word, their highest bit would leave nothing of its factor."""
+    """Returns the bits of N rows as integers [N, W], W words for each row. Elements of 64 bits become two words: in one
+    word, a change of the highest bit would change the product with any odd factor by the same 2⁶³ (modulo 2⁶⁴)."""
     flat = rows.detach().contiguous().reshape(len(rows) if rows.ndim else 1, math.prod(rows.shape[1:]))
     return flat.view({1: torch.int8, 2: torch.int16}.get(flat.element_size(), torch.int32))
 
 
 def _row_sums(bits_NW: torch.Tensor, places: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Returns the sum [N] of each row's words with the factors of their columns, and of its length in bytes: otherwise
-    zeros at the end of a row would count nothing. `factors` are those of the first columns."""
+    """Returns for each of N rows the sum of its words times the factors of their columns, plus its length in bytes:
+    without the length, zeros at the end of a row would not count. `factors` are those of the first columns."""
     nbytes = bits_NW.shape[1] * bits_NW.element_size()
     sums_N = torch.full((len(bits_NW),), nbytes, dtype=torch.int64, device=bits_NW.device)
     for left in range(0, bits_NW.shape[1], _WORDS_AT_ONCE):
@@ -263,12 +263,12 @@ def _row_sums(bits_NW: torch.Tensor, places: torch.Tensor, factors: torch.Tensor
 
 
 def _column_factors(columns: torch.Tensor) -> torch.Tensor:
-    """Returns the odd factors of columns, which may have any number."""
+    """Returns the odd factor of each column, from the numbers of the columns."""
     return _mixed(columns + 1).bitwise_or_(1)
 
 
 def _mix_rows(waiting: Sequence[_Rows]) -> None:
-    """Adds the summands of rows to the totals of their shards."""
+    """Mixes the sum of each row with its seed, and adds the results to the totals of the rows' shards."""
     sums, seeds = (torch.cat(parts) for parts in zip(*((rows.sums_N, rows.seeds_N) for rows in waiting), strict=True))
     summands, first = _mixed(sums + _mixed(seeds)), 0
     for rows in waiting:

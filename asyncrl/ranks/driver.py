@@ -1,9 +1,9 @@
 """The driver's side of a sharded model: it cuts the rows for the ranks and combines their results.
 
-A driver has a `RankGroup`, and access to rows: the rows of a call are in hand (`RowsInHand`), or a meta names rows on
-the data plane (`NamedRows`): then the driver handles only their names, and the ranks fetch and write them. The policy
-and the critic share this code, which does not depend on the model. Arguments that no rank can use are refused before
-any rank is called, or by all ranks together. In both cases the ranks stay usable.
+A driver has a `RankGroup`, and access to rows. Either the caller passes the rows of a call (`RowsInHand`), or a meta
+names rows on the data plane (`NamedRows`): then the driver handles only their names, and the ranks fetch and write
+them. The policy and the critic share this code, which does not depend on the model. Arguments that no rank can use are
+refused before any rank is called, or by all ranks together. In both cases the ranks stay usable.
 """
 
 import shutil
@@ -36,8 +36,8 @@ R = TypeVar("R")
 
 
 class RowsInHand:
-    """The rows of one call, which the driver sends to the ranks. Raises AssertionError if tensors of two or more
-    dimensions differ in dimension 1."""
+    """The rows that a caller passes to one call, and that the driver sends to the ranks. Raises AssertionError if
+    tensors of two or more dimensions differ in dimension 1. `reader` is the name in messages of what reads the rows."""
 
     step = None
     writes: Mapping[str, str] = {}
@@ -54,7 +54,7 @@ class RowsInHand:
         check_columns(self._data, needed, reader=self._reader)
 
     def cut(self, plan: BatchingPlan, *, ranks: int, rows_per_update: int | None) -> Sequence[BatchedDataDict]:
-        """Returns one shard for each rank."""
+        """Returns one shard of the rows for each rank, and remembers their order for `joined`."""
         shards, self._order = plan.cut(self._data, ranks=ranks, rows_per_update=rows_per_update)
         return shards
 
@@ -71,12 +71,12 @@ class RankDriver(Generic[WorkerT]):
 
     `start`, or the first call that needs them, starts the ranks. With `weights_path`, and optionally `optimizer_path`,
     they begin with the checkpoint that `save_checkpoint` wrote there. The calls `*_from_meta` need `rows`, the access
-    to a data plane. `make_ranks` makes the ranks.
+    to a data plane. `make_ranks` makes the `RankGroup`.
     """
 
     _worker: type[WorkerT]
     _training: str
-    """Name of `train` for a timer."""
+    """Name of the stage under which a timer measures the parts of `train`."""
     _advantages: Sequence[str]
     """The columns that `get_advantages_from_meta` adds."""
     _trained_fields: Sequence[str]
@@ -151,12 +151,13 @@ class RankDriver(Generic[WorkerT]):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Trains like `train`, on the rows' training columns and the fields that `meta` names, with the same result. It
-        clears no rows. With `witness`, the rows that the column `witness` numbers are computed a second time
-        (`RankWorker.train`).
+        clears no rows. With `witness`, the rows whose column `witness` is not −1 are computed a second time, and the
+        report has the findings.
 
         Raises MissingColumns, before any rank is called, if the rows lack a column that the loss reads or that `meta`
-        names. If `extra_info["step"]` is set to the version of the weights, the age of every token is checked against
-        its row's `tags["max_staleness_versions"]`, and a token beyond it raises StalenessViolation.
+        names. If `extra_info["step"]` is set to the version of the weights, the age of every trained token is checked
+        against its row's `tags["max_staleness_versions"]`. A token beyond it is masked in rows with the tag
+        `masks_stale_tokens`, and raises StalenessViolation in other rows.
         """
         ignore_arguments("train_from_meta", (), kwargs)
         rows = NamedRows(meta, self._rows, self._trained_fields)
@@ -227,8 +228,9 @@ class RankDriver(Generic[WorkerT]):
         self.ranks.call(self._worker.stage_checkpoint)
 
     def write_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path) -> None:
-        """Writes what `stage_checkpoint` copied, with the result of `save_checkpoint`. It blocks, but another thread
-        may make any other call meanwhile. Raises CheckpointError if it cannot be written; no rank ends."""
+        """Writes the weights and the optimizer that `stage_checkpoint` copied, to the same files as `save_checkpoint`.
+        It blocks, but another thread may make any other call meanwhile. Raises CheckpointError if they cannot be
+        written; no rank ends."""
         paths = _absolute(weights_path), _absolute(optimizer_path)
         self.ranks.beside(SAVING, self._worker.write_checkpoint, *paths)
 
@@ -236,8 +238,8 @@ class RankDriver(Generic[WorkerT]):
         """Loads the weights that `save_checkpoint` wrote, from any number of ranks. With `optimizer_path`, also loads
         the optimizer, its position in the learning-rate schedule of `train`, and the random generators.
 
-        Raises CheckpointError if it cannot; then nothing has changed. The reference stays the model with which the
-        ranks were started.
+        Raises CheckpointError if it cannot; then nothing has changed. The reference policy stays the model with which
+        the ranks were started.
         """
         optimizer = None if optimizer_path is None else _absolute(optimizer_path)
         self.ranks.call(self._worker.load_checkpoint, _absolute(weights_path), optimizer)
@@ -290,7 +292,8 @@ class RankDriver(Generic[WorkerT]):
         *args: P.args,
         **options: P.kwargs,
     ) -> BatchedDataDict:
-        """Returns the columns that a worker's method computes of the rows. The stage has the method's name."""
+        """Runs a scoring method of the worker on every rank's rows. Returns the columns that it computes, in the order
+        of the rows. A timer measures it under the method's name."""
         rows = RowsInHand(data, reader=method.__name__)
         rows.require(SCORED_COLUMNS)
         return rows.joined(self._pass(rows, method.__name__, timer, None, method, *args, **options))
@@ -305,8 +308,9 @@ class RankDriver(Generic[WorkerT]):
         *args: P.args,
         **options: P.kwargs,
     ) -> None:
-        """Makes the ranks fetch `fields` of the rows and write the columns that a worker's method computes. `writes`
-        maps these to their names on the data plane, which `meta` then has. The stage has the method's name."""
+        """Makes the ranks fetch `fields` of the rows, and write the columns that a worker's method computes from them.
+        `writes` maps these columns to their names on the data plane, which are then recorded in `meta`. A timer
+        measures it under the method's name."""
         rows = NamedRows(meta, self._rows, fields, writes=writes)
         self._pass(rows, method.__name__, timer, None, method, *args, **options)
         name_fields(meta, writes.values())
@@ -336,7 +340,7 @@ class RankDriver(Generic[WorkerT]):
 
 
 def ignore_arguments(call: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Warns about arguments that have no effect in asyncrl, by name, once for each place of call."""
+    """Warns about arguments that have no effect in asyncrl, by name, once for each line that makes the call."""
     names = [*(f"positional argument {value!r}" for value in args), *kwargs]
     if names:
         warnings.warn(f"{call}() ignores {', '.join(names)}: asyncrl has no such argument; remove it", stacklevel=3)
@@ -348,7 +352,8 @@ def _absolute(path: str | Path) -> Path:
 
 
 def _check_widths(data: BatchedDataDict) -> None:
-    """Checks that all tensors of two or more dimensions have the same number of tokens on dimension 1."""
+    """Raises AssertionError unless all tensors of two or more dimensions have the same number of tokens on
+    dimension 1."""
     widths = {
         name: column.shape[1] for name, column in data.items() if isinstance(column, torch.Tensor) and column.ndim >= 2
     }

@@ -18,8 +18,8 @@ from asyncrl.weights.manifest import ParameterSpec
 
 
 def parameter_specs(model: torch.nn.Module, *, dtype: torch.dtype) -> tuple[ParameterSpec, ...]:
-    """Returns every trained parameter in the order of `gather_weights`. A tied parameter appears under each of its
-    names: otherwise an engine that stores `lm_head.weight` separately would keep the old one."""
+    """Returns the description of every trained parameter, in the order of `gather_weights`. A tied parameter appears
+    under each of its names: otherwise an engine that stores `lm_head.weight` separately would keep the old one."""
     label = str(dtype).removeprefix("torch.")
     first_names: dict[int, str] = {}
     specs = []
@@ -83,8 +83,9 @@ def own_shards(model: torch.nn.Module, *, rank: int) -> Iterator[tuple[str, int,
 
 
 def own_rows(name: str, tensor: torch.Tensor, *, rank: int) -> tuple[int, torch.Tensor] | None:
-    """Returns the rows of the tensor `name` that this rank has, after the number of the first one. None if another
-    rank has them, too, and counts for them. Raises NotImplementedError for shards of another dimension than 0."""
+    """Returns (number of the first row, rows) of this rank's shard of the tensor `name`. Returns None if several ranks
+    have these rows and another one of them returns them. Raises NotImplementedError for shards of another dimension
+    than 0."""
     if not isinstance(tensor, DTensor):
         return (0, tensor) if rank == 0 else None
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -100,8 +101,8 @@ def own_rows(name: str, tensor: torch.Tensor, *, rank: int) -> tuple[int, torch.
 
 @torch.no_grad()
 def gather_weights(model: torch.nn.Module, *, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, full tensor on the CPU) of every parameter. Each tensor is a copy, which later training does not
-    change.
+    """Yields (name, full tensor on the CPU) of every trained parameter. Each tensor is a copy, which later training
+    does not change.
 
     There is one gather for each parameter. A tied parameter is gathered once, and the same tensor is yielded under each
     of its names. No other tensor is kept here, so a caller that takes them one by one holds only one in memory.

@@ -1,8 +1,8 @@
 """The ranks of one sharded model: one Ray actor for each rank, and calls that go to all of them.
 
-Invariants: every wait has a deadline, except that for a delivery of weights. If one rank fails, all other ranks are
-ended, and the error that is raised is the first cause, not the broken connection of another rank (F34). Calls beside
-the steps (`beside`) end no rank.
+Invariants: every wait has a deadline, except the wait for a delivery of weights. If a rank fails in a call, all ranks
+are ended, and the error that is raised is the likely root cause, not the broken connection of another rank (F34). Calls
+by `beside` and `launch`, which run at the same time as others, end no rank.
 """
 
 import concurrent.futures
@@ -60,7 +60,7 @@ class PlacedRanks:
             ray.kill(rank, no_restart=True)
 
     def release(self) -> None:
-        """Frees the resources."""
+        """Removes the placement group, so that Ray can use its resources again."""
         ray.util.remove_placement_group(self.placement)
 
 
@@ -93,7 +93,7 @@ def _actors(worker: type[RankWorker[Any]], config: Config, placement: Any) -> li
     learner = config.learner
     nodes = ray.util.placement_group_table(placement)["bundles_to_node_id"]
     order = rank_order([nodes[bundle] for bundle in range(learner.ranks)], shards=learner.shards or learner.ranks)
-    if worker.section == "learner":  # the critic has no key for the size of a copy
+    if worker.section == "learner":  # the warning names learner.shards, and the section critic has no such key
         _warn_of_spanning([nodes[bundle] for bundle in order], shards=learner.shards)
     env = {"OMP_NUM_THREADS": str(learner.threads), "TOKENIZERS_PARALLELISM": "false"}
     if not learner.gpus:
@@ -130,8 +130,9 @@ class RankGroup(Generic[WorkerT]):
 
     Calls block, except `launch`. Several threads may call. A call takes a function whose first argument is the rank's
     worker, and its further arguments: `ranks.call(PolicyWorker.load_checkpoint, path)`. The ranks must be able to
-    import it. With `named_rows`, a call may name its rows. `place` makes the actors. If only broken connections are
-    known, a call waits `grace_s` seconds for the error of the rank that caused them.
+    import it. With `named_rows`, each rank also has a data-plane client, and a call may pass the names of its rows.
+    `place` makes the actors. If only broken connections are known, a call waits `grace_s` seconds for the error of the
+    rank that caused them.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class RankGroup(Generic[WorkerT]):
         self._ranks: list[Any] = []
         self._ended_by: BaseException | None = None  # the failure after which all ranks were ended
         self.begun = False
-        """True after the ranks were placed or found no room, or `shutdown` was called."""
+        """True after the ranks were placed, Ray had no resources for them, or `shutdown` was called."""
 
     @property
     def size(self) -> int:
@@ -192,9 +193,9 @@ class RankGroup(Generic[WorkerT]):
     def call(self, function: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs) -> list[R]:
         """Calls `function(worker, *args)` on every rank at the same time. Returns the results in rank order.
 
-        If a rank refuses the call (`REFUSALS`), the refusal is raised here, and the ranks stay usable. The deadline is
-        `run.stall_timeout_s`. The deadline of a single collective does not fit, because the time of such a call depends
-        on its number of rows.
+        If a rank refuses the call (`REFUSALS`), the refusal is raised here, and the ranks stay usable. Any other error
+        ends all ranks. The deadline is `run.stall_timeout_s`. `learner.collective_timeout_s` does not fit, because the
+        time of such a call depends on its number of rows.
         """
         return self._answers(function, [rank.call.remote(function, *args, **options) for rank in self._alive()])
 
@@ -261,7 +262,7 @@ class RankGroup(Generic[WorkerT]):
             raise CheckpointError(str(error)) from error
 
     def _ended_beside(self, name: str, calls: Sequence[Any], *, timeout_s: float | None) -> list[Any]:
-        """Returns one result for each rank, in rank order. Ends no rank.
+        """Waits for the `calls` of `beside`, one to each rank. Returns their results in rank order. Ends no rank.
 
         After a failure it waits for the other ranks before it raises: at most `_grace_s`, or until all have ended if
         `timeout_s` is None and no rank has died. Raises `_Unfinished` if no rank failed, but some are late.
@@ -282,7 +283,7 @@ class RankGroup(Generic[WorkerT]):
 
     def shutdown(self) -> bool:
         """Ends every rank. Idempotent. A rank that is already dead does not cause an error. Returns True if all ranks
-        left in order."""
+        left their process group within `CLOSE_TIMEOUT_S` and without an error."""
         self.begun = True
         ranks, self._ranks, self._ended_by = self._ranks, [], None
         answers = [rank.close.remote().future() for rank in ranks]
@@ -309,8 +310,8 @@ class RankGroup(Generic[WorkerT]):
         return self._wait(calls, what=method, knob=STARTUP)
 
     def _wait(self, calls: Sequence[Any], *, what: str, knob: str) -> list[Any]:
-        """Returns the results of one call to each rank, in rank order. At the first failure, or after the seconds of
-        the setting `knob`, ends every rank and then raises the first cause."""
+        """Returns the results of one call to each rank, in rank order. At the first failure, ends every rank and raises
+        the likely root cause. After the seconds of the setting `knob`, ends every rank and raises CallTimeout."""
         deadline_s: float = attrgetter(knob)(self._config)
         answers: list[concurrent.futures.Future[Any]] = [call.future() for call in calls]
         first_failure = concurrent.futures.FIRST_EXCEPTION
@@ -341,8 +342,8 @@ class RankGroup(Generic[WorkerT]):
         section, again = self._worker.section, "call shutdown() and start()"
         if self._ended_by is None:
             raise RunError(f"the {section} has no ranks: they have ended, or were not started; {again}")
-        # A call in another thread has failed, and the learner may see this error before that one. So both must have the
-        # same answer to the question whether a restart may fix them.
+        # A call in another thread has failed and ended the ranks, and the learner may see this error before that one.
+        # So both errors must agree on whether a restart of the run may help.
         kind = ActorGone if getattr(self._ended_by, "restart_mends", False) else RunError
         raise kind(
             f"the {section} has no ranks: they were ended after a call had failed ({self._ended_by}); {again}"
@@ -350,7 +351,7 @@ class RankGroup(Generic[WorkerT]):
 
 
 class _Unfinished(Exception):
-    """A rank did not answer in time."""
+    """A rank did not answer within the deadline of a call by `beside`."""
 
 
 def _failures(answers: Sequence["concurrent.futures.Future[Any]"]) -> dict[int, BaseException]:
@@ -360,7 +361,8 @@ def _failures(answers: Sequence["concurrent.futures.Future[Any]"]) -> dict[int, 
 
 
 def _root_cause(failures: dict[int, BaseException], *, what: str, section: str) -> BaseException:
-    """Returns the likely root cause: an error other than a broken connection, if there is one."""
+    """Returns the likely root cause of a failed call: the error of the lowest rank that has more than a broken
+    connection, or else that of the lowest rank. Errors that are not asyncrl's own become a RunError or ActorGone."""
     rank, error = min(failures.items(), key=lambda item: (_is_broken_connection(item[1]), item[0]))
     cause = getattr(error, "cause", None) or error
     if isinstance(cause, AsyncRLError):
@@ -373,8 +375,7 @@ def _root_cause(failures: dict[int, BaseException], *, what: str, section: str) 
         )
     elif is_out_of_memory(cause):
         failure = RunError(
-            f"{section} rank {rank} ran out of memory in {what}, and no update of this step was applied: {LESS_MEMORY} "
-            f"({type(cause).__name__}: {cause})"
+            f"{section} rank {rank} ran out of memory in {what}: {LESS_MEMORY} ({type(cause).__name__}: {cause})"
         )
     else:
         # A connection breaks when the rank at its other end has died.

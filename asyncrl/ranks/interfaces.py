@@ -31,17 +31,18 @@ class TrainedModelInterface(ABC, Generic[LossT_contra]):
         """Trains on the rows. Each `gbs` rows (default: all) are one update.
 
         An update makes an optimizer step if it has a trained token, and loss and gradient are finite. The call makes
-        one step of the scheduler, unless no update was finite.
+        one step of the learning-rate schedule, also if there is no trained token, but not if the loss or gradient of
+        every update was not finite.
 
-        `data` has the columns that the loss reads; the class names them. If `mbs` is given, `mbs` rows of a rank share
-        a padded pass. In eval mode, nothing changes.
+        `data` has the columns that the loss reads, which `PolicyInterface` and `ValueInterface` list. If `mbs` is
+        given, `mbs` rows of a rank share a padded pass. In eval mode, weights, optimizer and schedule do not change.
 
         Returns a dict:
 
         - `loss` and `grad_norm`: float32, one entry for each update with a trained token;
         - `all_mb_metrics`: by name, one value for every micro-batch of all ranks. These are the loss's own metrics,
-          `lr`, `wd`, and the `global_valid_seqs` and `global_valid_toks` of the micro-batch's update. The sum of one of
-          the loss's own metrics is its mean over these updates, except for extremes and averages;
+          `lr`, `wd`, and the `global_valid_seqs` and `global_valid_toks` of the micro-batch's update. The values of one
+          of the loss's own metrics add up to its mean over these updates, unless it is an extreme or an average;
         - `timing`: seconds by stage;
         - `report`: an `asyncrl.ranks.report.StepReport`.
 
@@ -55,7 +56,7 @@ class TrainedModelInterface(ABC, Generic[LossT_contra]):
 
     @abstractmethod
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Loads weights and optimizer onto the ranks' devices."""
+        """Moves the weights and the optimizer's state to the ranks' devices, if they were moved away."""
 
     @abstractmethod
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
@@ -70,9 +71,9 @@ class TrainedModelInterface(ABC, Generic[LossT_contra]):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Writes the sharded weights, and the optimizer's state and the tokenizer if they have a path."""
+        """Writes the sharded weights, and the optimizer's state and the tokenizer if their paths are given."""
 
     @abstractmethod
     def shutdown(self) -> bool:
         """Ends the ranks. Idempotent. A rank that is already dead does not cause an error. Returns True if all ranks
-        left in order."""
+        left their process group in time and without an error."""

@@ -1,7 +1,7 @@
 """The part of a micro-batch's pass that does not depend on the model: from the loss's result to a gradient and numbers.
 
 A loss is first differentiated only with respect to the model's outputs. The model's backward pass needs nothing but
-these slopes, and a loss that fails does not interrupt the collectives of that pass.
+these derivatives (slopes), and a loss that fails does not interrupt the collectives of that pass.
 
 Legend: B rows, S tokens, T = S − 1 next tokens.
 """
@@ -77,8 +77,8 @@ def outcome_of(
     """Differentiates a loss with respect to the model's outputs, also in eval mode.
 
     `loss` gets copies of the outputs without their graph as keyword arguments, so a loss that fails never reaches the
-    model. `measure` gets the slopes by the outputs' names. An error of either becomes the outcome's failure, except a
-    lack of memory: that is raised, as everywhere else in the pass.
+    model. `measure` gets the derivatives of the loss (slopes) by the outputs' names, and returns measurements. An error
+    of either becomes the outcome's failure, except a lack of memory: that is raised, as everywhere else in the pass.
     """
     leaves = {name: output.detach().requires_grad_() for name, output in outputs.items()}
     try:
@@ -118,7 +118,7 @@ def slopes_of(loss: torch.Tensor, *leaves: torch.Tensor) -> tuple[torch.Tensor, 
 def with_slopes(tensor: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
     """Returns a scalar 0 whose gradient with respect to `tensor` is `slopes`.
 
-    It replaces Σ tensor · slopes, whose product would be another copy of the logits.
+    Σ tensor · slopes would have the same gradient, but its product would be another copy of the logits in memory.
     """
     return cast(torch.Tensor, _WithSlopes.apply(tensor, slopes))  # type: ignore[no-untyped-call]
 

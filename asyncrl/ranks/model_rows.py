@@ -1,8 +1,8 @@
 """Rows as the model sees them, and the model's results as columns of the rows.
 
-Each branch of a row is a sequence of its own (`asyncrl.ranks.model_rows`). Packed, the model sees all sequences as one,
-without padding (`asyncrl.ranks.packed`). Otherwise padding is on the right, where causal attention does not look, so no
-attention mask is needed.
+A row is one sequence, or several if an agent's episode has branches (`Branches`). With packed rows, the model sees all
+sequences as one, without padding (`asyncrl.ranks.packed`). Otherwise padding is on the right, where causal attention
+does not look, so no attention mask is needed.
 
 Legend: B rows, S tokens, T = S − 1 next tokens, R sequences, L tokens of the longest one, D hidden width, K tokens of a
 support, C columns of results.
@@ -70,7 +70,8 @@ class Branches:
         return cls(rows=rows, inside_BS=inside_BS, branches_M=branches_M, places_M=places_M)
 
     def at_tokens(self, values_RL: torch.Tensor) -> torch.Tensor:
-        """Returns [B, S, …]: the value of each token, and 0 for padding. `values_RL` is [R, L, …]. Differentiable."""
+        """Returns [B, S, …]: the value of each token of the rows, and 0 for padding. `values_RL` has the values of the
+        branches' tokens, [R, L, …]. Differentiable."""
         values_BS = values_RL.new_zeros(*self.inside_BS.shape, *values_RL.shape[2:])
         values_BS[self.inside_BS] = values_RL[self.branches_M, self.places_M]
         return values_BS
@@ -99,8 +100,8 @@ class ModelRows:
 
     @classmethod
     def of(cls, data: BatchedDataDict, *, packed: bool, with_supports: bool = False) -> "ModelRows":
-        """Takes the columns `input_ids`, if packed `input_lengths`, and the branches if the rows have them.
-        `with_supports` also takes the supports if the rows have them."""
+        """Makes the rows for a pass from the columns `input_ids`, if packed `input_lengths`, and the branches if the
+        rows have them; with `with_supports` also from the supports if the rows have them."""
         sequences, branches = branches_as_rows(data)
         input_ids_RL, support_RLK = sequences["input_ids"], sequences.get(SUPPORT) if with_supports else None
         if not packed:
@@ -126,8 +127,8 @@ class ModelRows:
         return hidden[:, :-1] if self.packed is None else hidden[:, self.packed.before_N]
 
     def at_next_tokens(self, results: torch.Tensor) -> torch.Tensor:
-        """Returns [B, T, C]: entry t of a row is the result of token t + 1. `results` has one result for each target.
-        It is 0 for the first token of a branch, which nothing predicts, and, if packed, beyond a row's length."""
+        """Returns [B, T, C]: entry t of a row is the result of token t + 1. `results` has C numbers for each target.
+        An entry is 0 for the first token of a branch, which nothing predicts, and if packed beyond a row's length."""
         results_RTC = results if self.packed is None else self.packed.at_next_tokens(results)
         if self.branches is None:
             return results_RTC

@@ -24,7 +24,7 @@ from asyncrl.ranks.plan import BatchingPlan, check_columns
 STEP = "step"
 """Key in `extra_info`: the version of the weights that are trained with the rows."""
 LIMIT = "max_staleness_versions"
-"""Key in a row's tags: the η of its ticket, in versions."""
+"""Key in a row's tags: the staleness limit η of the ticket with which its group was generated, in versions."""
 MASKS_STALE = "masks_stale_tokens"
 """Key in a row's tags: if it is True, tokens beyond the limit are masked from the loss and are no error."""
 
@@ -43,16 +43,17 @@ def name_fields(meta: KVBatchMeta, names: Iterable[str]) -> None:
 
 
 def look_up_lengths(rows: Rows, meta: KVBatchMeta) -> None:
-    """Sets the lengths of the rows if `meta` has none and the data plane knows them."""
+    """Sets the lengths of the rows in `meta` if it has none and the data plane knows them."""
     if meta.sequence_lengths is None and meta.size:
         meta.sequence_lengths = rows.patiently(lambda client: client.lengths_of(meta.sample_ids, meta.partition_id))
 
 
 def stamp_width(rows: Rows, meta: KVBatchMeta) -> None:
-    """Stamps the width to which driver and ranks pad the step's rows. Also sets the lengths if `meta` has none.
+    """Writes into `meta.extra_info` the width (the stamp) to which driver and ranks pad the step's rows. Also sets the
+    lengths if `meta` has none.
 
     Idempotent. It replaces a stamp that is too narrow for the rows by a larger one. If the data plane does not know the
-    rows' lengths, it sets no stamp. Without a stamp, reads are as wide as the longest row.
+    rows' lengths, it sets no stamp. Without a stamp, rows that are read are as wide as the longest of them.
     """
     look_up_lengths(rows, meta)
     if meta.sequence_lengths:
@@ -77,9 +78,9 @@ class NamedRows:
         self._fields = fields
 
     def require(self, needed: Collection[str]) -> None:
-        """Makes the ranks fetch what training needs: the columns that the meta names, those that the loss needs, and
-        those of the constructor that the rows have. Raises MissingColumns if the rows lack a column of the first two
-        kinds."""
+        """Makes the ranks fetch the columns that training needs: those that the meta names, those that the loss needs
+        (`needed`), and those of the constructor's `fields` that the rows have. Raises MissingColumns if the rows lack a
+        column of the first two kinds."""
         meta, needed = self.meta, set(needed)
         if STEP in meta.extra_info:
             if not isinstance(meta.extra_info[STEP], int):
@@ -135,8 +136,9 @@ class FetchedRows:
         self._rows = Rows(config, client=open_client(config))
 
     def fetch(self, meta: KVBatchMeta, *, step: int | None = None) -> BatchedDataDict:
-        """Returns this rank's rows with the driver's cut. With a `step`, masks tokens beyond the limit in their row's
-        tags if the tags say so, and raises StalenessViolation for them otherwise."""
+        """Returns this rank's rows, with the cut into updates and micro-batches that the driver made. With a `step`, it
+        masks tokens that are older than the limit in their row's tags if the tags say so (`MASKS_STALE`), and raises
+        StalenessViolation for them otherwise."""
         data = BatchedDataDict()
         with self._ranks.together():
             if meta.size:
@@ -158,7 +160,7 @@ class FetchedRows:
         return data
 
     def write(self, meta: KVBatchMeta, columns: Mapping[str, Any]) -> None:
-        """Adds columns to this rank's rows."""
+        """Adds columns to this rank's rows on the data plane."""
         with self._ranks.together():
             if meta.size:
                 write_columns(self._rows, meta, columns)

@@ -33,7 +33,8 @@ class OwnLoss:
     of a row within the drawn group. `problem` says why the function could not be called again, or why its results
     cannot be compared.
 
-    `world_size` is the factor of the backward pass (`RankWorker._update`).
+    The backward pass multiplies the loss by `world_size`, because FSDP averages gradients over the ranks. So the noted
+    derivatives are divided by it.
     """
 
     world_size: int
@@ -50,7 +51,8 @@ class OwnLoss:
         *,
         numbers: Sequence[int],
     ) -> None:
-        """Calls the loss again for the drawn rows of a micro-batch, and notes what the backward pass gives them.
+        """Calls the loss again for the drawn rows of a micro-batch alone, and notes its derivatives. A hook notes those
+        of the step's own backward pass.
 
         `output` is the argument of the loss with its graph: log-probs [B, T] or logits [B, S, V]. `slopes_of_rows`
         returns the derivatives by it if the micro-batch has only these rows. `numbers` has for each row its index
@@ -86,7 +88,8 @@ class OwnLoss:
         output.register_hook(note)  # type: ignore[no-untyped-call]
 
     def findings(self, *, scale: float) -> list[Finding]:
-        """Compares the derivatives of the step with those of the group alone. `scale` is the largest derivative."""
+        """Compares the derivatives of the step with those of the group alone. `scale` is the largest derivative of the
+        step. If there was a problem, the only finding says that the loss was not witnessed."""
         if self.problem:
             return [Finding(check="coefficients", ratio=0.0, kind=f"not witnessed: {self.problem}")]
         accepted = EQUAL * (scale or 1.0)

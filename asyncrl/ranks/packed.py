@@ -192,7 +192,8 @@ def _by_kernel(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Computes all rows [N, H, D] with one kernel, which aligns the last query of a row with its last key."""
+    """Computes the attention of all rows [N, H, D] with one kernel, which aligns the last query of a row with its last
+    key."""
     keys_MKD, values_MKD = key_KND.transpose(0, 1), value_KND.transpose(0, 1)
     if any(part.shared for part in segments.alike):
         keys_MKD, values_MKD = keys_MKD[segments.places_M], values_MKD[segments.places_M]
@@ -223,11 +224,12 @@ def _by_shape(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Computes the rows [N, H, D] of one shape together, and one shape after the other.
+    """Computes the attention of all rows [N, H, D]: rows of one shape (P shared and Q own tokens) together, and one
+    shape after the other.
 
-    Fewer queries than keys need a mask, for which all Q · (P + Q) pairs are computed. For Q above P it is faster to
-    compute the queries of the prefix again, because a causal kernel skips half of (P + Q)² pairs: 2.6 times for P = 7
-    and Q = 200.
+    A row has Q queries and P + Q keys. Fewer queries than keys need a mask, for which all Q · (P + Q) pairs are
+    computed. For Q above P it is faster to compute the queries of the shared tokens again, because a causal kernel
+    skips half of (P + Q)² pairs: 2.6 times as fast for P = 7 and Q = 200.
     """
     # split and not slices: the gradient of each slice is a tensor of all N tokens, 22 times slower for 384 rows
     tokens = [part.rows * part.own for part in segments.alike]
@@ -248,7 +250,7 @@ def _by_shape(
 
 
 def _rows(heads_HND: torch.Tensor, places_AS: torch.Tensor) -> torch.Tensor:
-    """Returns [A, H, S, D]: the tokens at these places."""
+    """Returns the queries, keys or values at these positions of the sequence: [A, H, S, D] for A rows of S tokens."""
     return heads_HND.transpose(0, 1)[places_AS].transpose(1, 2)
 
 
@@ -260,7 +262,7 @@ def _causal(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Computes causal attention of the last Q tokens of rows of S tokens."""
+    """Computes causal attention of the last Q tokens of each row to all S tokens of the row."""
     queries, tokens = query_BHQD.shape[2], key_BKSD.shape[2]
     seen_QS = None
     if queries < tokens or (window is not None and tokens > window):

@@ -1,4 +1,4 @@
-"""Plans a call: cuts the rows for the ranks, for updates and for micro-batches, and says which columns must be there.
+"""Plans a call: cuts rows into the parts of ranks, updates and micro-batches, and says which columns rows must have.
 
 Invariant: in every update, all ranks run the same number of micro-batches, because their collectives must match.
 """
@@ -20,7 +20,8 @@ from asyncrl.ranks.model_rows import MIN_WIDTH
 from asyncrl.ranks.report import UpdatePlan, global_plan
 
 CURRENT = SOURCE_COLUMNS["proximal"]
-"""Before the first gradient, the weights at the step's start are the current weights."""
+"""The column `prev_logprobs`: log-probs under the weights at the step's start. Before the step's first update, these
+are the current weights, so that the training pass itself can compute the column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +122,10 @@ class BatchingPlan:
         return -(-rows.size // max(rows_per_update, 1))
 
     def micro_batches(self, rows: BatchedDataDict) -> list[BatchedDataDict]:
-        """Cuts the rows of one update into micro-batches. Each micro-batch is cut to its longest row.
+        """Cuts the rows of one update into micro-batches. Padding beyond the longest row of a micro-batch is removed.
 
-        If rows are sorted, long rows come first, so that a micro-batch that does not fit into memory fails at once.
+        In the modes `padded` and `dynamic`, the micro-batches with the longest rows come first: if one does not fit
+        into memory, it fails at once.
         """
         if rows.size == 0:
             return []
@@ -141,7 +143,7 @@ class BatchingPlan:
         return parts
 
     def _parts(self, update: BatchedDataDict) -> list[BatchedDataDict]:
-        """Returns the micro-batches of an update that is cut already."""
+        """Returns the micro-batches of an update whose rows store how they are cut into micro-batches."""
         if self.mode == "packed":
             return [*update.make_microbatch_iterator_for_packable_sequences()]
         return [*update.make_microbatch_iterator_with_dynamic_shapes()]
@@ -157,7 +159,8 @@ class PlannedUpdate(NamedTuple):
 def planned_updates(
     cuts: Sequence[list[BatchedDataDict]], *, gather: Callable[[Any], list[Any]]
 ) -> list[PlannedUpdate]:
-    """Returns the updates of all ranks. A rank with fewer micro-batches runs empty ones in addition. A collective."""
+    """Returns the updates that all ranks run, from `cuts`, the micro-batches of each update on this rank. A rank with
+    fewer micro-batches than others runs empty ones in addition. A collective."""
     own = [replace(global_plan([plan_of(part) for part in parts]), micro_batches=len(parts)) for parts in cuts]
     ranks: list[list[UpdatePlan]] = gather(own)
     updates = []
@@ -206,7 +209,8 @@ def required_columns(
 
 
 def check_columns(present: Collection[str], needed: Collection[str], *, reader: str) -> None:
-    """Raises MissingColumns, with `reader` and the columns, if a column in `needed` is not present."""
+    """Raises MissingColumns if a column in `needed` is not present. The message names the missing columns and their
+    `reader`."""
     missing = sorted({*needed} - {*present})
     if not missing:
         return

@@ -25,8 +25,8 @@ width 256 1.05 times as fast; for a third of the row, the model of width 64 was 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrefixes:
-    """Row b has its first `tokens[b]` tokens in common with row `leaders[b]`, which computes them. A leader has 0
-    tokens and names itself."""
+    """Row b has its first `tokens[b]` tokens in common with row `leaders[b]`, which computes them. For a row that
+    computes all of its tokens, such as a leader, `tokens[b]` is 0 and `leaders[b]` is b."""
 
     leaders: list[int]
     tokens: list[int]
@@ -35,8 +35,8 @@ class SharedPrefixes:
 def shared_prefixes(
     input_ids_BS: torch.Tensor, lengths_B: torch.Tensor, support_BSK: torch.Tensor | None = None
 ) -> SharedPrefixes:
-    """Cuts the rows into runs so that sharing saves as many tokens as possible. Then it leaves out rows that share less
-    than an eighth of their tokens.
+    """Cuts the rows into runs of neighbours that share their first tokens, so that sharing saves as many tokens as
+    possible. A row that would share less than an eighth of its tokens computes all of them.
 
     `lengths_B` has the number of tokens of each row; later tokens are padding. Waits for the device: it needs two
     numbers of each row on the host.
@@ -58,10 +58,12 @@ def shared_prefixes(
 
 
 def _best_runs(common: list[int]) -> SharedPrefixes:
-    """Cuts rows into runs. `common[b]` is the number of first tokens that row b and row b + 1 have in common.
+    """Cuts rows into the runs of neighbours whose sharing saves the most tokens. `common[b]` is the number of first
+    tokens that row b and row b + 1 have in common.
 
-    The rows of a run have min(common) tokens in common, and all of them but the leader save as many. The best cut of
-    the first rows is found for each number of rows in turn, from the best cuts of fewer rows.
+    The rows of a run share the smallest `common` between them. The first row, the leader, computes these tokens, and
+    each other row saves them. The best cut of the first rows is found for each number of rows in turn, from the best
+    cuts of fewer rows.
     """
     rows = len(common) + 1
     saved = np.zeros(rows + 1, dtype=np.int64)  # saved[n]: the most tokens that sharing saves in the first n rows

@@ -52,9 +52,10 @@ class StepReport:
     """Trained tokens by staleness: entry s is the number of tokens that are s versions old."""
     diagnostics: Mapping[str, float] = field(default_factory=dict)
     """Measurements by name: the measures of `asyncrl.algorithms.kernel`, except for a user's loss that takes logits;
-    the mean e^|log ρ| and the largest |log ρ|; the KL to the reference; the tokens of the rows divided by the tokens
-    that went through the model; the number of tokens that were left out because a log-prob or advantage was not finite;
-    and the memory of the fullest GPU. A measurement that was not made has no entry."""
+    with ρ the importance weight of a token, the mean e^|log ρ| and the largest |log ρ|; the KL to the reference; the
+    tokens of the rows divided by the tokens that went through the model; the number of tokens that were left out
+    because a log-prob or advantage was not finite; and the memory of the fullest GPU. A measurement that was not made
+    has no entry."""
     loss_metrics: Mapping[str, float] = field(default_factory=dict)
     """The loss's own metrics, added over micro-batches and ranks and averaged over updates. The presets have
     `clipped_ratio` and `gated_ratio`."""
@@ -71,9 +72,9 @@ class StepReport:
     weights_before_by_kind: Mapping[str, int] = field(default_factory=dict)
     """The other kinds of the digest `weights_before`, in the first step after weights were loaded; else empty."""
     digest_kind: str = XXH3
-    """Kind of the digests."""
+    """Kind of the digests `weights_before` and `weights_after`, one of `asyncrl.ranks.digest.KINDS`."""
     findings: Mapping[str, Finding] = field(default_factory=dict)
-    """The findings of the witness, the worst of each check by its name."""
+    """The worst finding of the witness (`asyncrl.witness`) for each check, by the check's name."""
 
     @property
     def on_policy_differences(self) -> Differences:
@@ -94,7 +95,8 @@ class UpdatePlan:
     """The rows that one rank, or all ranks together, train in one optimizer update.
 
     `tokens` and `samples` are the numbers of tokens and samples whose mask is above 0. `valid_toks` and `valid_seqs`
-    are the sums of the masks, by which a loss is divided. They differ from the numbers if a mask is a fraction.
+    are the sums of the masks, by which a loss is divided. They differ from `tokens` and `samples` if a mask has
+    fractions.
     """
 
     tokens: int
@@ -123,7 +125,7 @@ class UpdateOutcome:
     micro_batch_metrics: tuple[Mapping[str, float], ...]
     """The loss's own metrics, for every micro-batch with a trained token."""
     findings: tuple[Finding, ...] = ()
-    """The findings of the witness, the worst of each check."""
+    """The worst finding of the witness (`asyncrl.witness`) on this rank for each check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,8 +162,8 @@ class RankRecord:
 
 
 def global_plan(plans: Sequence[UpdatePlan]) -> UpdatePlan:
-    """Combines the plans of one update over all ranks. Counts are added, and the largest number of micro-batches
-    counts."""
+    """Combines the plans of one update over all ranks. Counts are added up. The number of micro-batches is the largest
+    of any rank."""
     return UpdatePlan(
         tokens=sum(plan.tokens for plan in plans),
         samples=sum(plan.samples for plan in plans),
@@ -176,7 +178,7 @@ def step_report(ranks: Sequence[RankRecord]) -> StepReport:
     plans, updates = ranks[0].plans, ranks[0].outcomes
     everywhere = [outcome for rank in ranks for outcome in rank.outcomes]
     sums = sum((outcome.sums for outcome in everywhere), MetricSums())
-    means = defaultdict(float, sums.means())  # 0 without a trained token
+    means = defaultdict(float, sums.means())  # a mean is 0 if there is no trained token
     applied = sum(update.finite for update in updates)
     tokens, samples = sum(plan.tokens for plan in plans), sum(plan.samples for plan in plans)
     loss_metrics = merge_metrics(
@@ -262,7 +264,7 @@ def _packing(ranks: Sequence[RankRecord]) -> dict[str, float]:
 
 
 def _gpu_memory(ranks: Sequence[RankRecord]) -> dict[str, float]:
-    """Returns the memory of the fullest GPU: the rank that has it is the first that runs out. Empty on CPUs."""
+    """Returns the memory of the fullest GPU, in GiB: the rank on this GPU runs out of memory first. Empty on CPUs."""
     known = [rank.gpu_memory_bytes for rank in ranks if rank.gpu_memory_bytes is not None]
     return {"gpu_memory_allocated_max_gib": max(known) / 2**30} if known else {}
 

@@ -39,7 +39,7 @@ def check_rows(batch: BatchedDataDict, *, vocabulary: int) -> None:
     rows, width = column_BS.shape
     for name in (name for name in _SHAPES if name in batch):
         column = _tensor(batch, name)
-        supported = max([1, *column.shape[2:]])  # K
+        supported = max([1, *column.shape[2:]])  # the K of [B, S, K]
         shapes = {"[B]": (rows,), "[B, S]": (rows, width), "[B, S, K]": (rows, width, supported)}
         if tuple(column.shape) not in {shapes[shape] for shape in _SHAPES[name]}:
             raise CallRefused(

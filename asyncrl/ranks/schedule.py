@@ -1,5 +1,5 @@
-"""The learning rate of a step. It is a function of the step and the settings only, so a resumed run needs no state to
-continue it. Does not import torch."""
+"""The learning rate of a step. It is a function of the step's number and the settings only, so a resumed run needs only
+that number to continue the schedule. Does not import torch."""
 
 import math
 
@@ -7,8 +7,8 @@ from asyncrl.config.schema import OptimizerSection
 
 
 def learning_rate(section: OptimizerSection, *, step: int, total_steps: int) -> float:
-    """Returns the rate of a step from 0 to total_steps − 1: linear warm-up, then the schedule down to `final_fraction`
-    at the last step.
+    """Returns the learning rate of a step from 0 to total_steps − 1. After a linear warm-up, it is constant, or falls
+    linearly or as a cosine to `final_fraction` of its peak at the last step.
 
     >>> section = OptimizerSection(learning_rate=1.0, schedule="linear", final_fraction=0.5, warmup_steps=2)
     >>> [learning_rate(section, step=step, total_steps=5) for step in range(5)]

@@ -1,4 +1,5 @@
-"""The files of a checkpoint with the tensors of a sharded model: copies in host memory, one file a rank, and a reader.
+"""The files of a checkpoint with the tensors of a sharded model: copies in host memory, one file for each rank, and a
+reader.
 
 The files have the safetensors format of torch's distributed checkpoint (DCP): every rank writes one file with its own
 shards, and DCP's reader loads it. DCP also plans which rank writes a tensor that several ranks hold. DCP's own
@@ -45,7 +46,8 @@ class HostCopies:
         self.planned = False
 
     def plan(self, tensors: Tensors, *, group: dist.ProcessGroup) -> None:
-        """Decides which rank writes which tensor. One plan is enough, because names, shapes and shards stay."""
+        """Decides which rank writes which shard of `tensors`. One plan is enough for all saves, because names, shapes
+        and shards stay the same. A collective."""
         rank = dist.get_rank(group)
         self._planner.set_up_planner(tensors, is_coordinator=rank == 0)
         local = gather_objects(self._planner.create_local_plan(), group=group)
@@ -54,7 +56,7 @@ class HostCopies:
         self.planned = True
 
     def take(self, tensors: Tensors) -> None:
-        """Copies this rank's items of `tensors`. Not a collective."""
+        """Copies the shards of `tensors` that this rank writes by the plan to host memory. Not a collective."""
         self._planner.set_up_planner(tensors)
         on_gpu = False
         for item in self._items:
@@ -80,14 +82,14 @@ class HostCopies:
 
 
 def _offsets(item: WriteItem) -> list[int]:
-    """Returns where the item's part begins in the whole tensor."""
+    """Returns the index at which the item's shard begins in the whole tensor, for each dimension."""
     assert item.tensor_data is not None
     return list(item.tensor_data.chunk.offsets)
 
 
 def write_tensors(tensors: Tensors, path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes a safetensors file, and flushes it to the disk. Its mode is that of other files, so that another user can
-    read it."""
+    """Writes a safetensors file, and flushes it to the disk. Its permissions are those of any new file of this process,
+    so that another user can read it."""
     path.touch()
     mode = path.stat().st_mode
     save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
@@ -96,7 +98,7 @@ def write_tensors(tensors: Tensors, path: Path, metadata: Mapping[str, str] | No
 
 
 class SavedTensors:
-    """The whole tensors in the files that any number of ranks wrote to `weights_path`. Only the tensor that is read is
+    """Reads whole tensors from the files that any number of ranks wrote to `weights_path`. Only one tensor at a time is
     in memory."""
 
     def __init__(self, weights_path: Path) -> None:
@@ -115,8 +117,8 @@ class SavedTensors:
 
     def read(self, name: str, *, dtype: torch.dtype) -> torch.Tensor:
         """Returns a tensor in the precision `dtype`, put together from the parts of all ranks. The parts stay on the
-        disk: safetensors maps their files. Raises CheckpointDamaged if the parts have other places than those that
-        ranks write, e.g. with gaps between them."""
+        disk: safetensors maps their files. Raises CheckpointDamaged if the parts cannot make up a tensor: one begins at
+        a negative index, or together they have more or fewer elements than the tensor."""
         parts = [(file.get_tensor(name), offsets) for file, offsets in self._parts[name]]
         ends = [[at + length for at, length in zip(offsets, part.shape, strict=True)] for part, offsets in parts]
         shape = [max(lengths) for lengths in zip(*ends, strict=True)]
@@ -126,7 +128,7 @@ class SavedTensors:
                 f"the files of {name} have parts at {[offsets for _, offsets in parts]} with the shapes "
                 f"{[list(part.shape) for part, _ in parts]}, which do not make one tensor; export another checkpoint"
             )
-        whole = torch.zeros(shape, dtype=dtype)  # no memory of this process is exported if parts overlap
+        whole = torch.zeros(shape, dtype=dtype)  # not `empty`: beside parts that overlap, a gap would show old memory
         for part, offsets in parts:
             whole[tuple(slice(at, at + length) for at, length in zip(offsets, part.shape, strict=True))] = part
         return whole

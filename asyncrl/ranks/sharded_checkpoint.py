@@ -52,7 +52,8 @@ _TRAINING = "training.json"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _TRAINED = StateDictOptions(ignore_frozen_params=True)
 _IN_PART = StateDictOptions(strict=False)
-"""Frozen parameters are not in a checkpoint. `_ExactPlanner` compares the names of the others."""
+"""The loaded tensors may lack names of the model, because frozen parameters are not in a checkpoint. `_ExactPlanner`
+has compared all other names before."""
 _MOMENTS = "state."
 """Prefix of the optimizer's tensors in its flat state dict. The other entries are hyperparameters."""
 
@@ -94,15 +95,14 @@ class ShardedState:
     def __post_init__(self) -> None:
         self._weight_copies, self._moment_copies = HostCopies(), HostCopies()
         self._staged: _Training | None = None
-        """The rest of the state of the last `stage`. None without an optimizer."""
+        """The state of the last `stage` that is not a tensor; None if it did not copy the optimizer."""
         self._writing = False
 
     def stage(self, *, train_calls: int, optimizer: bool) -> None:
-        """Copies the tensors that this rank writes to host memory: of the weights, and of the optimizer if it is
-        wanted.
+        """Copies to host memory this rank's part of the weights, and with `optimizer` of the optimizer's state, for
+        `write`.
 
-        Raises CheckpointError if a write is not finished, because it needs the copies, or if there is no memory for
-        the copies.
+        Raises CheckpointError if a `write` of the last copies is not finished, or if there is no memory for the copies.
         """
         on_all_ranks(self._check_written, group=self.group)
         reshard(self.model)
@@ -128,7 +128,7 @@ class ShardedState:
 
     def write(self, *, weights_path: Path, optimizer_path: Path | None) -> None:
         """Writes the copies of the last `stage`: the weights, and the optimizer if it has a path. Each goes to its own
-        directory, which all ranks must share. Reads no tensor of the model.
+        directory, which all ranks must share. Reads no tensor of the live model, so training may go on meanwhile.
 
         A complete checkpoint at a path is replaced after the new one is complete. Raises CheckpointError if something
         else is at a path, if one path is inside the other, or if a rank cannot write.
@@ -222,8 +222,8 @@ class ShardedState:
 
 def save_tokenizer(model_path: str, path: Path, *, group: dist.ProcessGroup) -> None:
     """Writes the tokenizer of the model at `model_path` to the directory `path`. Rank 0 writes. If it cannot, all ranks
-    raise CheckpointError. `path` is created first, because transformers only logs a message if it is not a directory. A
-    collective."""
+    raise CheckpointError. Rank 0 first makes the directory, because transformers only logs a message if `path` is a
+    file. A collective."""
 
     def save() -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -247,8 +247,8 @@ def _check_apart(paths: Sequence[Path]) -> None:
 
 
 def _check_shared(path: Path, *, group: dist.ProcessGroup) -> None:
-    """Raises CheckpointError if the ranks wrote to different disks. Otherwise rank 0 would mark a checkpoint as
-    complete that has only a part of the shards."""
+    """Raises CheckpointError if the ranks see different files at `path`, because they wrote to different disks. Without
+    this check, rank 0 would mark a checkpoint as complete that has only a part of the shards. A collective."""
     seen = gather_objects(sizes_below(path), group=group)
     apart = next((rank for rank, files in enumerate(seen) if files != seen[0]), None)
     if apart is not None:
@@ -265,7 +265,8 @@ class _Found(NamedTuple):
 
 
 def _locate(weights_path: Path, optimizer_path: Path | None) -> _Found:
-    """Returns the complete directories at the two paths. Both must belong to one save."""
+    """Returns the complete directories at the two paths, and the content of `training.json`. Raises CheckpointMismatch
+    if the directories belong to different saves."""
     weights, weights_marker = complete_directory.complete(weights_path)
     if optimizer_path is None:
         return _Found(weights, None, None)
@@ -279,7 +280,8 @@ def _locate(weights_path: Path, optimizer_path: Path | None) -> _Found:
 
 
 class _ExactPlanner(DefaultLoadPlanner):
-    """Refuses two things that DCP accepts: tensors that the live state does not have, and another dtype."""
+    """Refuses a checkpoint whose tensors differ from the live ones in name, shape or dtype. DCP alone would accept
+    tensors that the live state does not have, and another dtype."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""The check of the start: rows that share a pass have the log-probs that each of them has alone.
+"""The check at the start of the ranks: rows that share a pass must have the log-probs that each of them has alone.
 
 "Alone" is a pass without padding, with transformers' own attention (eager). So the check finds layers that mix the
 tokens of rows (recurrences, convolutions, attention that does not use `asyncrl.ranks.packed`), and attention with
-arguments that packed rows or sdpa ignore. It cannot find windows and chunks that are longer than its rows;
-`asyncrl.policy.families` has these.
+arguments that packed rows or sdpa ignore. It cannot find attention windows and chunks that are longer than its rows;
+`asyncrl.policy.families` refuses rows beyond them.
 
-It runs once, when the model is sharded, and changes nothing: no gradient, no random generator.
+It runs once, after the model is sharded. It leaves gradients and random generators as they are.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ from asyncrl.ranks.model_rows import ModelRows
 from asyncrl.weights.parity import Differences, ParityJudge, ParityLimits
 
 LONGEST, SHORTER, SHARED = 24, 17, 8
-"""Tokens of the first row, of the two others, and of the prefix that these have in common."""
+"""Numbers of tokens: of the first row, of each of the two other rows, and of the prefix that these two share."""
 
 
 def check_start(
@@ -37,11 +37,13 @@ def check_start(
     vocabulary: int,
     device: torch.device,
 ) -> None:
-    """Scores three random rows together, as `learner.batching` says, and each alone. A collective.
+    """Compares the scores of three random rows that share passes, as `learner.batching` says, with those of each row
+    alone. A collective.
 
-    `score` returns [B, S], one number of nats for each token; entry 0 of a row is not compared. `model` is the part of
-    the `sharded` model that transformers has made. Raises ConfigError if the numbers differ by more than
-    `weights.parity_*` accept in the precision of the passes.
+    `score` returns [B, S], one number of nats for each token: its log-prob, or for a critic a number made from its
+    hidden state. Entry 0 of a row is not compared. `model` is the part of the `sharded` model that transformers has
+    made. Raises ConfigError if the numbers differ by more than `weights.parity_*` accept in the precision of the
+    passes.
     """
     rows, packed = _rows(vocabulary, longest=config.model.max_length), config.learner.batching == "packed"
 
@@ -81,7 +83,8 @@ def _eager(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _rows(vocabulary: int, *, longest: int) -> list[list[int]]:
-    """Returns the rows, which are equal in all processes. For a small `model.max_length` they are shorter."""
+    """Returns three rows of random tokens, which are equal in all processes. The last two begin with the same tokens.
+    No row has more than `longest` tokens (`model.max_length`)."""
     draw = torch.Generator().manual_seed(0)
     lengths = [min(length, longest) for length in (LONGEST, SHORTER, SHORTER)]
     first, leader, other = (torch.randint(vocabulary, (length,), generator=draw).tolist() for length in lengths)

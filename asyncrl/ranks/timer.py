@@ -10,9 +10,9 @@ class Timer:
     """Measures the wall-clock time of stages: `with timer.time("policy_training/ranks"): …`. `seconds` has the sum of
     each label.
 
-    A call measures its stages under `<call>/…`, but not the call itself, so that the caller can do that:
-    `with timer.time("policy_training"): policy.train(data, loss_fn, timer=timer)`. It accepts any object that has the
-    same method `time`.
+    A call of the policy or the critic measures its stages under `<call>/…`, but not its whole time. The caller measures
+    that: `with timer.time("policy_training"): policy.train(data, loss_fn, timer=timer)`. Such a call takes any object
+    that has the same method `time`.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""The ranks' side of the witness: it watches the passes of an update, and repeats those of the drawn group plainly.
+"""The ranks' side of the witness: watches the passes of an update, and computes the drawn group again by plain passes.
 
 The drawn group is one group of the step, chosen at random. The column `witness` has the index of each of its rows
-within the group, and −1 for other rows. A plain pass computes one sequence, without padding and packing. The ranks hand
-over what their passes used and made, and `asyncrl.witness` has the formulas to compare it with.
+within the group, and −1 for other rows. A plain pass computes one sequence, without padding and packing. This module
+notes the inputs and results of the ranks' passes, and compares them with the formulas in `asyncrl.witness`.
 
 Legend: B rows, S tokens, T = S − 1 next tokens.
 """
@@ -57,10 +57,11 @@ class Watched:
     within the drawn group.
 
     Lists have one entry for each trained token. `places` are the tokens' places among the next tokens of their row.
-    `tokens` is the weighted number of trained tokens of all rows that had a backward pass. `inside` is the largest
-    derivative of the loss by one of them, and `outside` the largest by a masked token. `own` is None unless the loss is
-    the user's own. `world_size` is the factor of the backward pass (`RankWorker._update`). `step` is the version of the
-    weights.
+    `by_logprob` and `by_entropy` are the derivatives of the loss by the tokens' log-probs and entropies. `tokens` is
+    the weighted number of trained tokens of all rows that had a backward pass. `inside` is the largest derivative of
+    the loss by a trained token, and `outside` the largest by a masked token. `own` is None unless the loss is the
+    user's own. The backward pass multiplies the loss by `world_size`, so the derivatives are divided by it. `step` is
+    the version of the weights.
     """
 
     world_size: int
@@ -75,8 +76,9 @@ class Watched:
     by_entropy: dict[int, list[float]] = field(default_factory=dict)
 
     def watch(self, data: BatchedDataDict, outputs: Mapping[str, torch.Tensor]) -> None:
-        """Notes the columns of the drawn rows of a micro-batch, and what the backward pass gives their log-probs and
-        entropies. `outputs` are the arguments of the loss, [B, T], with their graph."""
+        """Notes the columns of the drawn rows of a micro-batch, and with hooks the derivatives that the backward pass
+        gives their log-probs and entropies. `outputs` are the model's outputs that the loss gets, with their graph:
+        [B, T], or logits [B, S, V]."""
         weight_BT = data["token_mask"][:, 1:].double() * data["sample_mask"].double().unsqueeze(1)
         self._count(next(iter(outputs.values())), float(weight_BT.sum()), trained_mask(data)[:, 1:])
         if WITNESS not in data or "next_token_logprobs" not in outputs:
@@ -134,7 +136,7 @@ def _sample(
 
 
 def drawn_rows(parts: Sequence[BatchedDataDict]) -> list[BatchedDataDict]:
-    """Returns the drawn rows of micro-batches, each with its columns."""
+    """Returns the drawn rows of each micro-batch that has some, with all of their columns."""
     found = []
     for part in parts:
         rows = (part[WITNESS] >= 0).nonzero().flatten() if WITNESS in part else []
@@ -145,8 +147,9 @@ def drawn_rows(parts: Sequence[BatchedDataDict]) -> list[BatchedDataDict]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainSequence:
-    """A sequence as a model sees it: a row, or a branch of one. The lists have one entry for each token but the first:
-    `supports` the ids of its support, `row_places` its place among the next tokens of its row."""
+    """A sequence as a model sees it: a row, or a branch of one. `number` is the row's index within the drawn group.
+    Two lists have one entry for each token but the first: `supports` the ids of its support, if the rows have supports,
+    and `row_places` its place among the next tokens of its row."""
 
     number: int
     tokens: list[int]
@@ -181,7 +184,7 @@ def plain_sequences(rows: BatchedDataDict) -> Iterator[PlainSequence]:
 
 
 def equal_sequences(sequences: Iterable[PlainSequence]) -> list[list[PlainSequence]]:
-    """Returns the sequences in lists of those that have the same tokens and supports."""
+    """Returns the sequences in lists: those of a list have the same tokens and supports."""
     found = defaultdict(list)
     for sequence in sequences:
         supports = None if sequence.supports is None else tuple(map(tuple, sequence.supports))
@@ -213,10 +216,10 @@ def _own(tensor: Any) -> torch.Tensor:
 
 
 EQUAL_NORMS = 0.05
-"""Largest accepted difference of the gradients' norm. torch adds up squares in float32: on a CPU, the norm of 136
-million normal elements is 1.7 % too small."""
+"""Largest accepted difference between the gradients' norm that the clipping measures and a second sum, as a share of
+the norm. torch adds up squares in float32: on a CPU, the norm of 136 million normal elements is 1.7 % too small."""
 PART_ELEMENTS = 64
-"""Elements of each shard of a gradient that are added up over the micro-batches."""
+"""Number of drawn elements of each shard of a gradient whose sums over the micro-batches are compared."""
 DrawnGradient = Mapping[str, Sequence[float]]
 """Drawn elements of this rank's shard of each gradient, by the name of the tensor."""
 
@@ -233,9 +236,9 @@ def drawn_gradient(model: torch.nn.Module, *, seed: int) -> DrawnGradient:
 
 
 class UpdateWitness:
-    """Witnesses one update on one rank. The methods are collectives, in the order of a step: `pass_group`,
-    `pass_parts`, the update's own passes with `watched`, `judge`, `compare_reference`, and after the optimizer's step
-    `compare_elements`.
+    """Checks one update on one rank by computing parts of it a second time. Call the methods in the order of a step:
+    `pass_group`, `pass_parts`, the update's own passes with `watched`, `judge`, `compare_reference`, and after the
+    optimizer's step `compare_elements`. All but the last are collectives.
 
     `update` is the number of the update in its step, `train_calls` that of the step in the learning-rate schedule, and
     `optimizer_steps` the number of steps that the optimizer has made so far, also before a resume. Without `axes`, the
@@ -292,11 +295,11 @@ class UpdateWitness:
         *,
         device: torch.device,
     ) -> None:
-        """Compares the gradient of the drawn rows, and their log-probs, with those of a plain pass.
+        """Compares the gradient of the drawn rows, and their log-probs, with those of plain passes.
 
-        The gradients must be 0 before, and are to be set to 0 afterwards. `run` passes a micro-batch forward and
-        backward as a step does, and notes what it does. The plain passes then take the same gradient away again, so
-        what is left is the difference, and there is no second copy of a gradient.
+        The model's gradients must be 0 before the call, and the caller sets them to 0 afterwards. `run` passes a
+        micro-batch forward and backward as a step does, and notes inputs and results in the `Watched`. The plain passes
+        then subtract the same gradient, so the model's gradients are the difference, and no second copy is needed.
         """
         own, seen = drawn_rows(parts), Watched(world_size=self._ranks.world_size, step=self._step)
         for part in _filled(own, self._ranks, empty_micro_batch):
@@ -307,11 +310,11 @@ class UpdateWitness:
             left = squares(model, world_size=self._ranks.world_size)
             largest = {name: max(square, largest.get(name, 0.0)) for name, square in left.items()}
             _add_differences(apart, "", seen, sequences, logprobs, of="current")
-            if not self._update:  # the weights of the step's start
+            if not self._update:  # before the first update, the weights are those of the step's start
                 _add_differences(apart, " of the step's start", seen, sequences, logprobs, of="proximal")
         noted = self._ranks.gather(len(seen.by_logprob))
         if not any(noted):
-            return  # a loss of logits, of which nothing is noted, or rows without a trained token
+            return  # the loss reads logits, of which no derivatives are noted, or no drawn row has a trained token
         sides = [_added(self._ranks.gather(side)) for side in (fast, left, largest)]
         tokens = _effective_number([size for sizes in self._ranks.gather(_sizes(seen)) for size in sizes])
         self._findings += _gradient_findings(*sides, limits=self._limits, of="the drawn group", tokens=tokens)
@@ -339,8 +342,9 @@ class UpdateWitness:
     def compare_reference(
         self, parts: Sequence[BatchedDataDict], model: Any, *, is_initial: bool, device: torch.device
     ) -> None:
-        """Compares the reference's log-probs of the drawn rows with those of a plain pass by `model`, which has the
-        reference's weights. `is_initial` says whether these are the weights that were loaded first."""
+        """Compares the log-probs of the drawn rows under the reference policy with those of a plain pass by `model`,
+        which has the reference's weights. `is_initial` says whether these weights are unchanged since they were
+        loaded; if not, this is a failed finding."""
         seen, apart = self.watched, dict[str, list[float]]()
         for sequences, logprobs in self._plain_passes(drawn_rows(parts), model, seen, device=device, backward=False):
             _add_differences(apart, " of the reference", seen, sequences, logprobs, of="reference")
@@ -351,11 +355,12 @@ class UpdateWitness:
     def _plain_passes(
         self, rows: Sequence[BatchedDataDict], model: Any, seen: Watched, *, device: torch.device, backward: bool
     ) -> Iterator[tuple[list[PlainSequence], list[float]]]:
-        """Yields this rank's sequences with their log-probs by plain passes. With `backward`, they take the gradient
-        that the slopes in `seen` give away from the gradients of the model.
+        """Yields this rank's sequences with their log-probs by plain passes. With `backward`, each pass also subtracts
+        its gradient from the model's gradients. The gradient follows from the slopes in `seen`: the derivatives of the
+        loss by each token's log-prob and entropy.
 
-        Equal sequences share a pass, because a gradient is linear in the slopes. In bfloat16 each has its own, because
-        the rounding of its log-probs changes its slopes.
+        Equal sequences share a pass, because a gradient is linear in the slopes. But with `backward` in bfloat16, each
+        sequence has a pass of its own, because the rounding of its log-probs changes its slopes.
         """
         sequences = [sequence for part in rows for sequence in plain_sequences(part)]
         shared = equal_sequences(sequences) if self._exact or not backward else [[each] for each in sequences]
@@ -384,14 +389,15 @@ class UpdateWitness:
             self._findings += _row_findings(differences, policy=policy, config=self._config, exact=self._exact)
 
     def judge(self, plan: UpdatePlan, model: torch.nn.Module, state: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Compares the counts of the update, and the coefficients and advantages that its passes used. Notes elements
-        of the weights for `compare_elements`."""
+        """Compares the counts of the update, the derivatives of the loss by each token (coefficients), and the
+        advantages that its passes used with the formulas. Notes elements of the weights for `compare_elements`. Call it
+        between the update's backward passes and the clipping of the gradients."""
         expected = self._request.counts[self._update]
         seen = self.watched
         passed = sum(self._ranks.gather(seen.tokens))
         self._findings.append(counts_finding(expected, tokens=plan.valid_toks, sequences=plan.valid_seqs))
         self._findings.append(counts_finding(expected, tokens=passed, sequences=plan.valid_seqs))
-        # with other counts than those of the lease, the formulas would have no divisor for some samples
+        # if the counts are not those of the lease, the formulas may divide by 0 for samples that the lease leaves out
         if self._axes is not None and not any(finding.failed for finding in self._findings[-2:]):
             for of_entropies, column in ((False, seen.by_logprob), (True, seen.by_entropy)):
                 largest = max((abs(each) for values in column.values() for each in values), default=0.0)
@@ -411,7 +417,7 @@ class UpdateWitness:
             self._findings += seen.own.findings(scale=inside)
         if outside > 0:
             masked = masked_finding(outside, inside=inside, kind=FORMULA if seen.own is None else MASKS)
-            if masked.failed:  # the plain pass has only the gradient of trained tokens
+            if masked.failed:  # the plain passes leave out masked tokens, so their gradient differs for this reason
                 self._findings = [finding for finding in self._findings if finding.check != "gradient"]
             self._findings.append(masked)
         self._findings += advantage_findings(self._request, seen.samples)
@@ -430,7 +436,8 @@ class UpdateWitness:
 
     def _repeats_itself(self) -> bool:
         """Returns whether the loss has the same gradient in each pass. A loss of the user's own may draw random
-        numbers: it must have been called twice with the same rows, on some rank."""
+        numbers, so for such a loss the result is True only if some rank has called it twice with the same rows, and no
+        rank had a problem, such as different derivatives. A collective."""
         own = self.watched.own
         if own is None:
             return True
@@ -438,12 +445,13 @@ class UpdateWitness:
         return any(compared for compared, _ in called) and not any(problem for _, problem in called)
 
     def _compare_parts(self, whole: DrawnGradient) -> None:
-        """Compares drawn elements of the update's gradient with their sums over the micro-batches."""
+        """Compares drawn elements of the update's gradient with the sums of the same elements over passes of each
+        micro-batch alone."""
         fast, left, largest = dict[str, float](), dict[str, float](), dict[str, float]()
         none = [0.0] * PART_ELEMENTS
         for name in dict.fromkeys(name for drawn in (whole, *self._parts) for name in drawn):
             elements, parts = whole.get(name, none), [part.get(name, none) for part in self._parts]
-            sums = [sum(values) for values in zip(*parts, strict=True)]  # infinite ones too, which fsum refuses
+            sums = [sum(values) for values in zip(*parts, strict=True)]  # fsum may raise an error for infinite values
             fast[name] = math.fsum(value**2 for value in elements)
             left[name] = math.fsum((value - own) ** 2 for value, own in zip(elements, sums, strict=True))
             largest[name] = max(math.fsum(value**2 for value in drawn) for drawn in (elements, *parts))
@@ -467,8 +475,8 @@ class UpdateWitness:
 
 
 def judged(check: str, compare: Callable[[], list[Finding]]) -> list[Finding]:
-    """Returns the findings of `compare`. An error of the formulas is a finding too: a rank that ends with an error
-    leaves the others in a collective."""
+    """Returns the findings of `compare`. If it raises an error, that is a failed finding too: a rank that ended with an
+    error would leave the others waiting in a collective."""
     try:
         return compare()
     except Exception as error:
@@ -476,13 +484,14 @@ def judged(check: str, compare: Callable[[], list[Finding]]) -> list[Finding]:
 
 
 def _filled(own: Sequence[Any], ranks: Collectives, empty: Callable[[], Any]) -> list[Any]:
-    """Returns what this rank passes, and as many empty passes as another rank has more."""
+    """Returns the inputs `own` of this rank's passes, and so many empty ones that all ranks make the same number of
+    passes. A collective."""
     return [*own, *(empty() for _ in range(max(ranks.gather(len(own))) - len(own)))]
 
 
 def _slopes(watched: Watched, sequences: Sequence[PlainSequence], *, of_entropy: bool = False) -> list[float]:
-    """Returns the slope of each next token of equal sequences, added up over them; 0 for tokens that are not
-    trained."""
+    """Returns the slope of each next token of equal sequences, added up over the sequences: the derivative of the loss
+    by the token's log-prob or entropy. It is 0 for tokens that are not trained."""
     column, slopes = watched.by_entropy if of_entropy else watched.by_logprob, []
     for sequence in sequences:
         at = dict(zip(watched.places.get(sequence.number, []), column.get(sequence.number, []), strict=False))
@@ -506,8 +515,8 @@ def _add_differences(
     *,
     of: str,
 ) -> None:
-    """Adds the absolute differences of the log-probs of trained tokens from the column `of` of their sample, if it has
-    one, for each of some equal sequences."""
+    """Appends to `apart[policy]` the absolute difference of each trained token of equal sequences: between its log-prob
+    by a plain pass and that in the column `of` of its sample. Leaves out samples without this column."""
     for sequence in sequences:
         sample = watched.samples.get(sequence.number)
         column: Sequence[float] = [] if sample is None else getattr(sample, of)
@@ -518,12 +527,13 @@ def _add_differences(
 
 
 def _row_findings(found: Differences, *, policy: str, config: Config, exact: bool) -> list[Finding]:
-    """Returns a finding for the log-probs of a policy for the drawn rows of all ranks."""
+    """Returns a finding that judges how far the log-probs of a policy for the drawn rows of all ranks differ from those
+    of plain passes."""
     if exact:
         limits = ParityLimits.of(config, temperature=config.generator.temperature)
         ratio, words = found.max_nats / limits.largest_nats, f"by at most {found.max_nats:.3g} nats"
     else:
-        # half of what engine and learner may differ by: both passes are the learner's
+        # half of the accepted difference between engine and learner, because both passes are the learner's
         limit_nats = config.weights.parity_mean_nats / 2 * room_for_few(found.tokens)
         mean_nats = found.spread().mean_nats
         ratio, words = mean_nats / limit_nats, f"by {mean_nats:.3g} nats on average (limit {limit_nats:.3g})"
@@ -532,7 +542,8 @@ def _row_findings(found: Differences, *, policy: str, config: Config, exact: boo
 
 
 def _sizes(watched: Watched) -> list[float]:
-    """Returns the size of the gradient by the logits of each trained token, up to a factor: |∂L/∂log p| · (1 − p)."""
+    """Returns for each trained token the size of the loss's gradient by its logits, up to a factor: with p the token's
+    probability, |∂L/∂log p| · (1 − p)."""
     return [
         abs(slope) * -math.expm1(min(logprob, 0.0))
         for number, slopes in watched.by_logprob.items()
@@ -541,7 +552,8 @@ def _sizes(watched: Watched) -> list[float]:
 
 
 def _effective_number(sizes: Sequence[float]) -> float:
-    """Returns (Σs)² / Σs², at least 1: the number of equal sizes whose sum varies as much."""
+    """Returns (Σs)² / Σs² of the sizes s, at least 1. If all sizes are equal, this is their number; a few large ones
+    make it smaller."""
     squares_of_all = math.fsum(size**2 for size in sizes)
     return max(1.0, math.fsum(sizes) ** 2 / squares_of_all) if squares_of_all else 1.0
 
@@ -555,9 +567,9 @@ def _gradient_findings(
     of: str,
     tokens: float,
 ) -> Iterator[Finding]:
-    """Yields a finding for each tensor, and for all together, from the squares of the gradient, of the difference that
-    is left, and of the largest partial sum. `tokens` is the effective number of tokens that have a gradient. Yields
-    none if there is no gradient.
+    """Yields a finding for all tensors together, and for each tensor, from sums of squares by tensor: `fast` of the
+    gradient, `left` of its difference from the second computation, and `largest` of the largest partial sum. `tokens`
+    is the effective number of tokens that have a gradient. Yields none if there is no gradient.
 
     The difference is measured against the largest partial sum: gradients of samples that cancel each other have the
     rounding errors of their sums.
@@ -585,7 +597,7 @@ def _added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 # --- the optimizer's step ---------------------------------------------------------------------------------------------
 
 ELEMENTS = 4
-"""Elements of each shard of a tensor that are compared with the optimizer's formula."""
+"""Number of elements of each shard of a tensor that are compared with the optimizer's formula."""
 
 
 class DrawnElements:
@@ -638,8 +650,8 @@ def frozen_tensors(
     *,
     train_calls: int,
 ) -> list[Finding]:
-    """Returns a finding for each tensor in `same`, whose bits an optimizer's step did not change. It has failed if the
-    moments of an element and the rate of the step predict a change above the rounding of its value."""
+    """Returns a finding for each tensor in `same`, whose bits an optimizer's step did not change. A finding has failed
+    if the moments of an element and the learning rate predict a change above the rounding of its value."""
     findings, settings = [], learner.optimizer
     rate = rate_of_step(settings, step=train_calls, total_steps=learner.total_steps)
     newest = max((int(known["step"]) for known in state.values() if known), default=0)

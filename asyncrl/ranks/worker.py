@@ -5,8 +5,8 @@ wraps; it does not use Ray. A subclass defines the model, the result of a micro-
 
 Invariants:
 
-- Every method except `close` is a collective: all ranks must call it in the same order. `write_checkpoint` may run in
-  a second thread.
+- A method is a collective unless its docstring says otherwise: all ranks must call it in the same order. `close` is
+  none, and `write_checkpoint` may run in a second thread.
 - The result of a step is equal for any number of ranks and any micro-batch size, to float tolerance.
 - Either all ranks apply an update, or none does.
 - If one rank refuses a call before it changes anything, all ranks refuse it, and all stay usable.
@@ -56,7 +56,8 @@ SCORED_COLUMNS = ("input_ids", "input_lengths")
 
 
 class RankWorker(Collectives, ABC, Generic[LossT]):
-    """Rank `rank` of `world_size`. The constructor blocks until all ranks have connected to `store`."""
+    """One rank of a trained model: rank `rank` of `world_size`. The constructor loads the model at `model_path`, and
+    blocks until all ranks have connected to `store`."""
 
     section: ClassVar[str]
     """The section of the configuration for these ranks. Errors use it as the ranks' name."""
@@ -78,34 +79,37 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         # set after accelerate is initialised, because accelerate sets the number of threads on CPUs
         torch.set_num_threads(learner.threads)
         super().__init__(rank=rank, world_size=world_size, timeout=timeout)
-        # DCP aborts the process if its group has other traffic. Loading a checkpoint may take longer than a collective
+        # a group of its own, because DCP aborts the process if its group has other traffic, with a longer timeout,
+        # because loading a checkpoint may take longer than a collective
         self._checkpoints = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.run.stall_timeout_s))
-        # for a thread that writes beside the steps
+        # for the thread that writes checkpoints while the steps run
         self._saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.timeout_s))
         # master weights are float32 for every engine precision: bfloat16 loses updates below 2⁻⁸ of a weight
         model = with_present_layers(self._loaded(self._model_path))
         self._vocabulary = len(model.get_input_embeddings().weight)
-        # no dropout: it would make the ratio of a token's probability to itself differ from 1
+        # no dropout: otherwise equal weights would give a token other probabilities, and its ratio would not be 1
         model.train(False)
         optimizer = adamw(model, learner.optimizer, device=self._device)
         self.model, self.optimizer = self._accelerator.prepare(model, optimizer)
-        """The live model and its optimizer, with this rank's shards. Functions of `RankGroup.call` may read them."""
+        """The live model and its optimizer, with this rank's shards. Functions that `RankGroup.call` runs on the rank
+        may read them."""
         self._placement = Placement(self.model, self.optimizer.optimizer, device=self._device)
         self._state = ShardedState(self.model, self.optimizer.optimizer, group=self._checkpoints, saving=self._saving)
         kind = learner.weights_digest
         self._digests = StepDigests(self.model, self.optimizer.optimizer, rank=rank, kind=kind)
         self._just_loaded = False  # whether weights were loaded since the last update
         self.train_calls = 0
-        """Number of `train` calls, which the learning-rate schedule counts. A checkpoint of the optimizer has it."""
-        self._updates = 0  # number of updates that the optimizer has applied
-        self._optimizer_steps = 0  # the same, and those before a resume
+        """Position in the learning-rate schedule: the number of `train` calls that have advanced it. A checkpoint of
+        the optimizer has it."""
+        self._updates = 0  # number of updates that the optimizer has applied in this process
+        self._optimizer_steps = 0  # number of updates that the optimizer has applied, also before a resume
         self._trained_step: int | None = None
 
     # -- the model, defined by subclasses ------------------------------------------------------------------------
 
     @abstractmethod
     def _loaded(self, model_path: str) -> Any:
-        """Loads the whole model in float32. It is the same on every rank."""
+        """Loads the whole model, which is the same on every rank. Its trained weights are in float32."""
 
     @abstractmethod
     def _outcome(self, part: BatchedDataDict, context: UpdateContext[LossT]) -> MicroBatchOutcome:
@@ -128,16 +132,19 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         return data, 0
 
     def _step_loss(self, loss_fn: LossT, updates: Sequence[PlannedUpdate]) -> LossT:
-        """Returns the loss for a step, which may depend on all tokens of the step. A collective."""
+        """Returns the loss with which the step is trained: `loss_fn`, or the same loss with numbers that depend on all
+        tokens of the step. A collective."""
         return loss_fn
 
     def _bounds_finding(self, configured: LossT, used: LossT, updates: Sequence[PlannedUpdate]) -> Finding | None:
-        """Returns the witness's finding about the bounds of a loss that depend on the whole step. Returns None on all
-        ranks but the first, and if the loss has no such bounds. A collective if it has some."""
+        """Returns the witness's finding about bounds of a loss that were computed from all tokens of the step.
+        `configured` is the loss before they were computed, and `used` the loss with them. Returns None on all ranks but
+        the first, and if the loss has no such bounds. A collective if it has some."""
         return None
 
     def _witness_reference(self, update: PlannedUpdate, witness: UpdateWitness) -> None:
-        """Lets the witness compare the reference's log-probs, if the rows have them. A collective."""
+        """Lets the witness compare the rows' log-probs under the reference policy, if they have them, with those of a
+        second pass. A collective."""
 
     def _model_flops(self, lengths: Sequence[int], *, backward: bool) -> int | None:
         """Returns the FLOPs for rows of these lengths, forward and optionally backward; None if they are not
@@ -145,15 +152,16 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         return None
 
     def _peak_flops_per_s(self) -> float | None:
-        """Returns the peak rate of this rank's device, or None if it is not known."""
+        """Returns the peak rate of this rank's device, in FLOPs per second; None if it is not known."""
         return None
 
     def _axes(self, loss_fn: LossT) -> Axes | None:
-        """Returns the axes of a loss whose coefficients the witness has formulas for; None for other losses."""
+        """Returns the settings (axes) of an objective of asyncrl, for which the witness has formulas; None for other
+        losses."""
         return None
 
     def _weights_changed(self) -> None:
-        """Is called after `train` has applied an update, and after weights were loaded."""
+        """A hook for subclasses: called after `train` has applied an update, and after weights were loaded."""
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -168,16 +176,20 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         step: int | None = None,
         witness: Request | None = None,
     ) -> RankRecord:
-        """Trains on this rank's rows `data`, which have the columns that `loss_fn` reads. `BatchingPlan` cuts the rows.
+        """Trains on this rank's rows `data`, which have the columns that `loss_fn` reads. `BatchingPlan` cuts the rows
+        into updates and micro-batches.
 
-        All ranks cut the same number of updates; a rank may have no rows. `step` is the version of the weights. Without
-        it, no token counts as stale or on-policy. The learning-rate schedule advances by one step, unless no update was
-        finite. In eval mode, nothing changes, and no gradient is computed. The record covers only this rank.
+        All ranks run the same updates; a rank that lacks rows runs empty micro-batches. `step` is the version of the
+        weights. Without it, no token counts as stale or on-policy. The learning-rate schedule advances by one step,
+        unless the loss or gradient of every update was not finite. In eval mode, nothing changes, and there is no
+        backward pass through the model. The record covers only this rank.
 
-        With `witness`, the rows whose column `witness` is not −1 are computed a second time, one row at a time, and the
-        record has the findings. A step with numbers that are not finite is not witnessed.
+        With `witness`, the rows whose column `witness` is not −1 are computed a second time, one sequence at a time,
+        and the record has the findings. A step in eval mode, or with a log-prob or advantage that is not finite, is not
+        witnessed.
 
-        All ranks raise CallRefused together if any rank cannot use its rows, and LossFailed if the loss fails.
+        All ranks raise CallRefused together if any rank cannot use its rows, LossFailed if the loss fails, and
+        WitnessFailed if a check of the witness fails and `witness.on_failure` is `stop`.
         """
         self._placement.check(MODEL, *([] if eval_mode else [OPTIMIZER]))
         learner = self.config.learner
@@ -188,8 +200,8 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             data, nonfinite_tokens = self._prepared(data, loss_fn, step=step, updates=updates, eval_mode=eval_mode)
             cuts = plan.updates(data, rows_per_update=rows_per_update)
         planned = planned_updates(cuts, gather=self.gather)
-        # torch does not count every write (`StepDigests`): so witnessed steps compute this one too, and all steps of a
-        # run that has no witnessed ones
+        # torch does not count every write to a weight (`StepDigests`), so the digest at the start is computed, and not
+        # taken from the step before, in witnessed steps and in all steps of a run without witnessed ones
         before = self._digests.now(anew=witness is not None or not self.config.witness.every_steps)
         other_kinds = [kind for kind in KINDS if self._just_loaded and kind != self._digests.kind]
         before_by_kind = {kind: self.weights_digest(kind) for kind in other_kinds}
@@ -248,8 +260,8 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         return model_digest(self.model, rank=self.rank, kind=kind or self._digests.kind)
 
     def use_digest(self, kind: str) -> None:
-        """Lets the next steps have digests of a kind that `learner.weights_digest` does not name, to compare them with
-        recorded ones. Not a collective."""
+        """Makes the next steps compute digests of this kind, and not of the kind `learner.weights_digest`, so that an
+        audit can compare them with recorded ones. Not a collective."""
         self._digests.kind = kind
         self._digests.forget()
 
@@ -309,8 +321,8 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         witness: UpdateWitness | None,
     ) -> UpdateOutcome:
         """Runs the forward passes. For training, also runs the backward passes and, if every rank is finite, one
-        optimizer step. If the loss fails on any rank, raises LossFailed on all ranks, without the optimizer step. If
-        `witness` finds that the gradients are not those of the objective, it raises WitnessFailed in the same way."""
+        optimizer step. If the loss fails on any rank, raises LossFailed on all ranks, without the optimizer step. If a
+        check of `witness` fails and `witness.on_failure` is `stop`, raises WitnessFailed in the same way."""
         loss_total, sums, grad_norm = 0.0, MetricSums(), 0.0
         metrics: list[Mapping[str, float]] = []
         failure: CallRefused | None = None
@@ -342,7 +354,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
                 )
                 grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
             own_finite = bool(np.isfinite([loss_total, grad_norm]).all())
-            if witness is not None and own_finite:  # numbers that are not finite have a treatment of their own (F21)
+            if witness is not None and own_finite:  # otherwise the update is skipped, which is no failure (F21)
                 failure = failure or witness.failure
             verdicts = self.gather((own_finite, failure))
             finite, failures = all(own for own, _ in verdicts), [error for _, error in verdicts if error is not None]
@@ -365,8 +377,8 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         )
 
     def _passed_again(self, update: PlannedUpdate, context: UpdateContext[LossT], witness: UpdateWitness) -> None:
-        """Lets the witness pass the drawn rows, and in some steps each micro-batch alone. All gradients are 0
-        afterwards."""
+        """Lets the witness run its passes of the drawn rows, and in some steps of each micro-batch alone, before the
+        update's own passes. All gradients are 0 afterwards."""
 
         def run(part: BatchedDataDict, seen: Watched | None = None) -> None:
             outcome = self._outcome(part.to(self._device), replace(context, watched=seen))
@@ -380,8 +392,8 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
     def get_advantages(self, data: BatchedDataDict, estimator: TokenEstimator) -> BatchedDataDict:
         """Returns `advantages` and `returns` [B, S] of this rank's rows, without columns if it has no rows.
 
-        The advantages are whitened over the rows of all ranks. Raises CallRefused if the estimator fails or a number is
-        not finite.
+        The advantages are whitened over the rows of all ranks, as `estimator.whitening` says. Raises CallRefused if the
+        estimator fails or a number is not finite.
         """
         estimated: TokenAdvantages | None = None
         # all checks are inside `together`, so that no rank waits in the sum of the moments for a rank that has failed
@@ -434,12 +446,14 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def write_probe(self, folder: Path) -> None:
-        """Writes a file with the rank's number in `folder`. Raises CheckpointError, on all ranks, if a rank cannot."""
+        """Writes a small file into `folder`, whose name is the rank's number. The driver then checks that it sees the
+        files of all ranks. Raises CheckpointError, on all ranks, if a rank cannot write."""
         on_all_ranks(lambda: (folder / str(self.rank)).write_bytes(b"asyncrl"), group=self._checkpoints)
 
     def stage_checkpoint(self, optimizer: bool = True) -> None:
-        """Copies this rank's part of the weights, and of the optimizer if it is wanted, for `write_checkpoint`. Raises
-        CheckpointError if the last copies are still being written, or if there is no memory for them."""
+        """Copies this rank's part of the weights, and with `optimizer` of the optimizer's state, to host memory, for
+        `write_checkpoint`. Raises CheckpointError if the last copies are still being written, or if there is no memory
+        for new ones."""
         self._state.stage(train_calls=self.train_calls, optimizer=optimizer)
 
     def write_checkpoint(
@@ -457,11 +471,11 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             save_tokenizer(self._model_path, tokenizer_path, group=self._saving)
 
     def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None = None) -> None:
-        """Loads the weights of `write_checkpoint`. With `optimizer_path`, also loads the optimizer, its position in the
-        learning-rate schedule of `train`, and the random generators.
+        """Loads the weights that `write_checkpoint` wrote. With `optimizer_path`, also loads the optimizer's state, the
+        position in the learning-rate schedule of `train`, and the random generators.
 
-        Raises CheckpointError if it cannot; then nothing has changed. The reference stays the model with which the
-        worker was made.
+        Raises CheckpointError if it cannot; then nothing has changed. The reference policy stays the model at
+        `model_path`, with which the worker was made.
         """
         train_calls = self._state.load(weights_path=weights_path, optimizer_path=optimizer_path)
         if train_calls is not None:
@@ -514,10 +528,12 @@ def adamw(model: torch.nn.Module, section: OptimizerSection, *, device: torch.de
     """Returns AdamW for the parameters of the model that are trained, with the settings of the section.
 
     `device` is where the parameters will be when the optimizer steps. They need not be there yet: a rank loads its
-    model on the CPU and makes the optimizer before accelerate moves both. On a GPU, AdamW is one kernel, which takes
-    0.42 to 0.44 times the time (docs/gpu.md). On a CPU it is torch's default, a loop over the parameters.
+    model on the CPU and makes the optimizer before accelerate moves both. On a CPU, AdamW is torch's default, a loop
+    over the parameters. On a GPU it is one fused kernel, which takes 0.42 to 0.44 of the time of an AdamW that is not
+    fused (docs/gpu.md).
 
-    A checkpoint has no hyperparameters (`asyncrl.ranks.sharded_checkpoint`), so a load does not change this choice.
+    A checkpoint has no hyperparameters (`asyncrl.ranks.sharded_checkpoint`), so loading one does not change whether
+    AdamW is fused.
     """
     return torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
@@ -587,6 +603,6 @@ def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> No
 
 
 def _give_back(device: torch.device) -> None:
-    """After a move to the CPU, returns the freed GPU memory to other processes instead of torch's cache."""
+    """After a move to the CPU, empties torch's cache of GPU memory, so that other processes can use this memory."""
     if device.type == "cpu":
         torch.cuda.empty_cache()

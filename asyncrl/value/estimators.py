@@ -49,8 +49,9 @@ class GAE(TokenEstimator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VTrace(TokenEstimator):
-    """V-trace (`vtrace`) between the policy at the step's start and the sampler's policy. The objective must apply the
-    weight ρ itself. With `kl`, the rows must also have the column `reference_policy_logprobs`."""
+    """V-trace (`vtrace`) between the policy at the step's start and the sampler's policy. The advantages do not contain
+    the importance weight ρ of the policy gradient: the objective must apply it. With `kl`, the rows must also have the
+    column `reference_policy_logprobs`."""
 
     columns: ClassVar[tuple[str, ...]] = (*_READS, "prev_logprobs", "generation_logprobs")
     gamma: float

@@ -53,7 +53,7 @@ def load_value_model(path: str, *, packed: bool) -> ValueModel:
 def model_values(model: torch.nn.Module, rows: ModelRows) -> torch.Tensor:
     """Returns [B, S]: entry t is V(before token t). It is 0 for the first token of a row or branch. Differentiable.
 
-    Packed, entries beyond a row's length are 0. Otherwise these entries have no meaning.
+    Entries beyond a row's length are 0 if the rows are packed. Otherwise these entries have no meaning.
     """
     worth: torch.Tensor = model(**rows.inputs)
     before_RT = worth[:, :-1] if rows.packed is None else rows.packed.at_tokens(worth.unsqueeze(-1)).squeeze(-1)
@@ -62,8 +62,9 @@ def model_values(model: torch.nn.Module, rows: ModelRows) -> torch.Tensor:
 
 def model_states(model: ValueModel, rows: ModelRows) -> torch.Tensor:
     """Returns [B, S]: entry t is a number of the backbone's state before token t, in the manner of a log-prob (the
-    log-softmax of the state at its first dimension). The check of the start compares these numbers, because an
-    untrained critic predicts 0 for all states."""
+    log-softmax of the state at its first dimension). When a rank starts, `check_start` compares these numbers of rows
+    that share a pass with those of each row alone. It does not compare values, because an untrained critic predicts 0
+    for all states."""
     found: list[torch.Tensor] = []
     hook = model.backbone.register_forward_hook(lambda *args: found.append(args[-1].last_hidden_state))
     try:

@@ -6,8 +6,9 @@
     critic.get_advantages_from_meta(meta, GAE(gamma=1.0, lam=0.95, value_lam=0.95))  # adds advantages and returns
     result = critic.train_from_meta(meta, ClippedValueLoss(clip=0.2), gbs=128)
 
-The partitions are the policy's. After RowsLost or CallRefused, the ranks stay usable, and nothing has changed. The one
-exception: if the loss of an update fails, the earlier updates of the call stay applied.
+The critic uses the partitions of the data plane that the policy has registered. After RowsLost or CallRefused, the
+ranks stay usable, and nothing has changed. The one exception: if the loss of an update fails, the earlier updates of
+the call stay applied.
 """
 
 from typing import Any

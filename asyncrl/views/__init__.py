@@ -4,7 +4,7 @@
   places in a chart, `chart.html.j2` has its markup.
 - `compare.py` makes the page that compares several runs, with the same charts.
 - `samples.py` shows samples in a terminal.
-- `run_view.py` gathers the facts of a run from its records and its buffer's status, for all of the following.
+- `run_view.py` gathers the facts of a run from its records and its buffer's status, for the modules below.
 - `headline.py` chooses the first sentence of every view.
 - `live.py` renders the live view; `watch.py` reads records and status from outside the run.
 - `status_text.py` renders the status as text and as JSON.

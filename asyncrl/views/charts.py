@@ -31,7 +31,8 @@ LARGEST = 1e300
 """Values of this size or more are not drawn, because the difference of two of them can overflow."""
 
 MOST_VERSIONS = 300
-"""Bars of a chart by version. A chart has no more places in its width, and a damaged record may have any number."""
+"""Largest number of bars of one kind in a chart by version. A chart has no width for more, and a damaged record may
+have any number of versions."""
 
 LIMIT_LABEL_WIDTH = 48
 VALUE_LABEL_WIDTH = 27
@@ -136,7 +137,7 @@ def share_chart(
     marks: Sequence[Mark] = (),
 ) -> Markup:
     """Returns a chart with stacked shares over steps. `shares` has one mapping from state to share per x. `marks` are
-    those of `line_chart`.
+    vertical lines; those beyond the x axis are not drawn.
 
     States whose share is always 0 are left out.
     """
@@ -212,7 +213,8 @@ def version_bars(title: str, counts: Sequence[tuple[str, str, Mapping[int, int]]
 
 
 def _within(histogram: Mapping[int, int]) -> Mapping[int, int]:
-    """Returns the histogram with numbers of versions from 0 to `MOST_VERSIONS` - 1."""
+    """Returns a histogram whose numbers of versions are from 0 to `MOST_VERSIONS` - 1. Counts of smaller and larger
+    numbers are added to the nearest of these."""
     if all(0 <= versions < MOST_VERSIONS for versions in histogram):
         return histogram
     within: dict[int, int] = {}
@@ -242,7 +244,8 @@ def nice_ticks(low: float, high: float, *, about: int = 4) -> list[float]:
 
 
 def _drawable(ys: Sequence[float | None], *, log: bool) -> list[float | None]:
-    """Returns the values with None in place of those that cannot be drawn."""
+    """Returns the values with None in place of those that cannot be drawn: NaN, values as large as `LARGEST`, and with
+    `log` negative values."""
     drawable = [y if y is not None and abs(y) < LARGEST and (y >= 0 or not log) else None for y in ys]
     if not log:
         return drawable

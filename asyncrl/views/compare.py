@@ -52,7 +52,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A run of a comparison, with its name and its colour there."""
+    """One of the runs of a comparison, with its name and its colour on the page."""
 
     label: str
     color: str
@@ -61,7 +61,7 @@ class Compared:
 
 
 Points = Callable[[RunRecords], Sequence[Point]]
-"""The points of a run's curve."""
+"""A function that returns the points of one curve of a run."""
 
 
 class Row(NamedTuple):
@@ -72,7 +72,8 @@ class Row(NamedTuple):
 
 
 def read_compared(paths: Sequence[Path], *, info_of: Callable[[Path], RunInfo | None]) -> list[Compared]:
-    """Returns the runs of these run directories, in this order. `info_of` returns the `info` of `read_run`.
+    """Returns the runs of these run directories, in this order. `info_of` returns the content of run.json for a
+    directory. For a run that was killed it has the state `died`, while the file still says `running`.
 
     Raises ConfigError if there are not two to eight different directories. Raises RunError if one is not a run
     directory, or if its run has trained no step.
@@ -152,7 +153,7 @@ def curves(runs: Sequence[Compared], *, over_time: bool) -> Iterator[str]:
 
 
 def totals(runs: Sequence[Compared]) -> list[Row]:
-    """Returns the numbers of each run."""
+    """Returns the rows of the table of totals. Rows in which no run has a number, or every run has 0, are left out."""
 
     def row(name: str, text: Callable[[Summary], str]) -> Row:
         return Row(name, [text(run.summary) for run in runs])
@@ -208,7 +209,7 @@ def _per_step(run: RunRecords, *, read: Callable[[Steps], float | None], smoothe
 
 
 def _speed(run: RunRecords, *, what: str) -> Sequence[Point]:
-    """Returns the trained samples or tokens per second between the records of windows."""
+    """Returns the trained samples or tokens (`what`) per second in each window of steps, at the window's last step."""
     windows, read = windows_of(run.steps, SHARE_POINTS), trained_per_second(what)
     return _at_ends(windows, [read(window) for window in windows])
 
@@ -219,7 +220,7 @@ def _at_ends(chunks: Sequence[Steps], values: Sequence[float | None]) -> Sequenc
 
 
 def _of_set(name: str) -> str:
-    """Returns the end of a title that names a held-out set; the one that is not named by the user has no name."""
+    """Returns the end of a title that names a held-out set; empty for the set `heldout`, which every run has."""
     return "" if name == HELDOUT else f": {name}"
 
 

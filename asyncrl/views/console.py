@@ -10,15 +10,18 @@ from asyncrl.shown_text import shown
 
 
 class ShownConsole(Console):
-    """A console of rich without markup, on which all text is shown text, wherever it stands in a view.
+    """A console of rich without markup. All text of a view passes through `shown`, which hides the run's secrets and
+    escapes control characters.
 
-    The text may come from a model, a run directory or a configuration. The console's own moves of the cursor stay.
+    The text may come from a model, a run directory or a configuration. The console's own control codes, such as those
+    that move the cursor, stay.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, highlight=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yields the segments of a renderable. Each part of a view passes through here before it is laid out."""
+        """Yields the segments of a renderable, with their text as `shown` returns it. Rich calls this method for each
+        part of a view before it lays the part out."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=shown(segment.text))

@@ -1,9 +1,9 @@
 """Makes `report.html`: one self-contained page with a run's curves and totals, from its records only.
 
 The page is made of Jinja templates (`report.html.j2` in the frame `page.html.j2`), a style sheet and a script, which
-become one file without external files. It can be printed: a print is always on white paper. It shows the
-configuration, which is folded on the screen, and the samples that are open. tests/views/test_report_in_chromium.py
-checks this in a real browser.
+become one file without external files. It can be printed: a print is always on white paper. The print shows the
+configuration, which is folded on the screen, and those samples that are open on the screen.
+tests/views/test_report_in_chromium.py checks this in a real browser.
 
 The report can be made at any time, also while the run is running or after it was killed; it then leaves out what is not
 recorded. All text that comes from a run (samples, names, reasons) is escaped, so that markup in a completion stays
@@ -46,8 +46,9 @@ from asyncrl.views.samples import BANDS, SUBJECTS, facts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecords:
-    """The records of a run. `lost` has the records of lost steps. `samples` has the samples of a few steps, by step,
-    and `steps_with_samples` is the number of steps that have some."""
+    """The records of a run. `lost` has the records of steps that were lost when the run was resumed from an earlier
+    checkpoint. `samples` has the samples of a few steps, by step, and `steps_with_samples` is the number of steps whose
+    samples are recorded."""
 
     info: RunInfo
     config: Config
@@ -114,8 +115,8 @@ def read_run(path: Path, *, info: RunInfo | None = None) -> RunRecords:
 
 
 def write_report(path: Path, *, output: Path | None = None, info: RunInfo | None = None) -> Path:
-    """Writes the report of the run directory `path` and returns its path. `info` replaces the run.json that is read
-    otherwise."""
+    """Writes the report of the run directory `path` to `output`, by default to its report.html, and returns the path of
+    the report. `info` is used instead of the content of run.json."""
     target = output or path / "report.html"
     write_atomically(target, report_html(read_run(path, info=info)).encode())
     return target

@@ -28,8 +28,8 @@ Values = list[float | None]
 def learning(steps: Steps, evals: Sequence[EvalRecord], *, marks: Sequence[Mark] = ()) -> Iterator[str]:
     """Yields the charts of rewards, lengths and training: does the run learn? `marks` are drawn in all of them.
 
-    `asyncrl.metrics.numbers` declares its charts, except the first. A chart of diagnostics is left out if no step has
-    them.
+    The first charts are those of rewards. `asyncrl.metrics.numbers` declares the others. A chart is left out if no step
+    has its numbers.
     """
     bins = bins_of(steps, CURVE_POINTS)
     xs = last_steps(bins)
@@ -109,8 +109,8 @@ def flow(steps: Steps, *, marks: Sequence[Mark] = ()) -> Sequence[str]:
 def restart_marks(restarts: Sequence[Resumption]) -> list[Mark]:
     """Returns a mark at the first step of each incarnation, in the order of the steps.
 
-    An incarnation from whose steps the run later went back is left out. If several began at one step, the last one is
-    marked, because the others left no step.
+    An incarnation that began at a later step than one to which the run went back afterwards is left out, because its
+    steps were lost. If several began at one step, the last one is marked, because the others left no step.
     """
     marks: list[Mark] = []
     for restart in restarts:
@@ -150,12 +150,14 @@ def windows_of(steps: Steps, most: int) -> list[Steps]:
 
 
 def mean_of(name: str) -> Callable[[Steps], float | None]:
-    """Returns a function for the mean of a number of `asyncrl.metrics.numbers` over steps."""
+    """Returns a function that takes steps and returns the mean over them of the number `name` of
+    `asyncrl.metrics.numbers`."""
     return lambda steps: mean([record.number(name) for record in steps])
 
 
 def trained_per_second(what: str) -> Callable[[Steps], float | None]:
-    """Returns a function for the trained `samples` or `tokens` of a window per second."""
+    """Returns a function that takes a window of steps and returns its trained samples or tokens per second. `what` is
+    `samples` or `tokens`."""
     return lambda window: per_second(window, sum(getattr(record, f"trained_{what}") for record in window[1:]))
 
 

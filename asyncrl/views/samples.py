@@ -89,10 +89,10 @@ def _contradiction(sample: SampleRecord) -> str | None:
 def samples_of(folder: Path, *, step: int | None, worst: bool) -> list[SampleRecord]:
     """Returns the samples of a step, by default the last one, in their order.
 
-    With `worst`, the lowest reward comes first, and samples without a reward come before it; of equal ones, the newest
-    step comes first. By default they are then
-    those of the last `WORST_OF` steps, because all samples of a single step may be good. Raises RunError, which names
-    the steps that there are, if this one has none.
+    With `worst`, the lowest reward comes first, and samples without a reward come before it; of equal rewards, the
+    newest step comes first. Without `step`, the samples are then those of the last `WORST_OF` steps, because all
+    samples of a single step may be good. Raises RunError if there are no samples of the step; it names the first and
+    the last step with samples.
     """
     steps = steps_with_samples(folder)
     if not steps:
@@ -219,5 +219,5 @@ def _tokens(sample: SampleRecord, by: ColorBy) -> Sequence[tuple[str, str]]:
 
 
 def _plain(text: str) -> str:
-    """Returns a text in one line, as a terminal may show it."""
+    """Returns a text in one line: line breaks and control characters are escaped, and the run's secrets are hidden."""
     return shown(repr(text)[1:-1])

@@ -5,8 +5,8 @@ distance to the next bfloat16 number (PULSE, arXiv:2602.03839). A delta of a buc
 each, the number of equal elements before it and its new bits.
 
 Each bucket has a chain of links: the whole bucket, and then deltas. A replica applies the links that it lacks, and
-verifies the bucket after each one. So a replica that left versions out, or has just started, needs nothing but the
-newest manifest and its handles. If a link is lost or damaged, the buckets travel whole again.
+verifies the bucket after each one. So a replica that skipped versions, or has just started, needs nothing but the
+newest manifest and its handles. If the bytes of a link are lost or damaged, the learner sends the buckets whole again.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,8 @@ def encode(base: Bytes, new: Bytes) -> Bytes:
 
 
 def decode(base: Bytes, delta: Bytes) -> Bytes:
-    """Returns the new bytes. Raises ValueError if the delta does not fit to the base."""
+    """Returns `base` with the changed elements of a delta by `encode`. Raises ValueError if the delta does not fit to
+    the base."""
     if delta.nbytes < 8:
         raise ValueError(f"a delta has at least 8 bytes, not {delta.nbytes}")
     length = int(delta[:8].view(np.uint64)[0])
@@ -79,7 +80,8 @@ class _Delivery:
 
 
 class DeltaSender:
-    """Sends a rank's snapshots as deltas to the last version that the weight store has. Keeps one copy of its bytes.
+    """Sends a rank's snapshots as deltas from the last version that the weight store has. Keeps one copy of that
+    version's bytes.
 
     A bucket travels whole at first, after `anchor_every` links, when the deltas of its chain would be as large as the
     bucket, and when a delivery must be `whole`.
@@ -95,8 +97,8 @@ class DeltaSender:
     def deliver(
         self, snapshot: "Snapshot", sender: Sender, version: Version, *, previous: Version | None, whole: bool = False
     ) -> "list[DeliveredBucket]":
-        """Sends a snapshot. `previous` is the newest version that the weight store has. A version that was sent before
-        is sent again only if it must be `whole`."""
+        """Sends a snapshot. `previous` is the newest version that the weight store has. If `version` was sent last, it
+        is sent again only if it must be `whole`; otherwise its buckets and handles are returned again."""
         from asyncrl.weights.publisher import DeliveredBucket
 
         if self._last is not None and self._last.version == version and not whole:
@@ -115,13 +117,14 @@ class DeltaSender:
             if delta:
                 links, chained = (*chain.bucket.links, *links), (*chain.handle, *chained)
             chains.append(DeliveredBucket(bucket=msgspec.structs.replace(bucket, links=links), handle=chained))
-        # The memory of the snapshot is used again, so parts of it are copied.
+        # The memory of the snapshot is used again, so buckets that were sent whole are copied.
         kept = tuple(part if delta else part.copy() for part, delta in zip(parts, deltas, strict=True))
         self._last = _Delivery(version=version, parts=kept, chains=chains)
         return chains
 
     def _settle(self, previous: Version | None) -> None:
-        """Makes what was sent last the base, if the weight store has it."""
+        """Makes the version that was sent last the base of later deltas, if the weight store has it: if it is
+        `previous`."""
         last, self._last = self._last, None
         if last is None or last.version != previous:
             return
@@ -132,13 +135,13 @@ class DeltaSender:
         self._chains = last.chains
 
     def _parts(self, buckets: Sequence[Bytes], *, whole: bool) -> tuple[list[Bytes], list[bool]]:
-        """Returns what travels of each bucket, and whether it is a delta."""
+        """Returns the bytes to send for each bucket, and whether they are a delta."""
         parts, deltas = [], []
         for index, data in enumerate(buckets):
             links = self._chains[index].bucket.links
             linked = links and len(links) < self._anchor_every and not whole
             delta = encode(self._base[index], data) if linked else None
-            # All deltas of a chain are kept, and a replica that starts fetches them.
+            # All deltas of a chain are kept, and a replica that starts fetches them, so together they must be smaller.
             small = delta is not None and delta.nbytes + sum(link.nbytes for link in links if link.delta) < data.nbytes
             parts.append(delta if delta is not None and small else data)
             deltas.append(small)

@@ -5,7 +5,7 @@ pieces of the flat buffer, those of one learner's rank. So a rank sends its own 
 
 Before a replica applies the first byte, it checks names, shapes and dtypes (`check_parameters`), that the buckets make
 up the whole flat buffer (`check_layout`), and size and checksum of each bucket (`put_bucket`). A mismatch raises
-ManifestMismatch and changes nothing.
+ManifestMismatch, and no weight of the engine changes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -91,7 +91,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[tuple[float, ...], ...]
 
     def differences_nats(self, engine_logprobs: Sequence[Sequence[float]]) -> list[float]:
-        """Returns the absolute difference of each token.
+        """Returns the absolute difference between the engine's and the learner's log-prob of each token, in nats.
 
         Raises HandshakeError if the engine has not returned one log-prob for each of the learner's.
         """
@@ -117,7 +117,7 @@ class ReadBack(msgspec.Struct, frozen=True, kw_only=True):
     unread: frozenset[str] = frozenset()
 
     def __or__(self, other: "ReadBack") -> "ReadBack":
-        """Adds the parameters of another worker, which has other parts of the same ones."""
+        """Joins the result of another worker, which compared other parts of the same parameters."""
         return ReadBack(
             alike=self.alike | other.alike,
             differing=self.differing | other.differing,
@@ -140,7 +140,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that travel for this version: all of them, or those of the last links."""
+        """Bytes that travel for this version: those of all buckets, or with deltas those of each bucket's last link."""
         return sum(bucket.links[-1].nbytes if bucket.links else bucket.nbytes for bucket in self.buckets)
 
 
@@ -197,19 +197,21 @@ def checksum(parts: Iterable[Bytes]) -> str:
 
 
 def check_manifest(manifest: Manifest, expected: Parameters) -> None:
-    """Checks a manifest before the first byte is fetched, with `check_parameters` and `check_layout`."""
+    """Raises ManifestMismatch unless the manifest has the expected parameters, and its buckets have every byte of them
+    once. Called before the first byte is fetched."""
     check_parameters(manifest, expected)
     check_layout(manifest)
 
 
 def check_layout(manifest: Manifest) -> None:
-    """Raises ManifestMismatch unless the buckets have every byte of every tensor, and no byte twice, and the links of
-    each lead to its bytes."""
+    """Raises ManifestMismatch unless the buckets have every byte of every tensor, and no byte twice. The links of a
+    bucket, if it has some, must begin with the whole bucket and end with its checksum."""
     refused = f"weights {manifest.version}: "
     for index, bucket in enumerate(manifest.buckets):
         if bucket.links and (bucket.links[0].delta or bucket.links[-1].checksum != bucket.checksum):
             raise ManifestMismatch(
-                f"{refused}the links of bucket {index} do not lead to its bytes; nothing was applied"
+                f"{refused}the links of bucket {index} (the whole bucket, then deltas) do not lead to its bytes; "
+                "nothing was applied"
             )
     pieces = sorted((piece for bucket in manifest.buckets for piece in bucket.pieces), key=lambda piece: piece.offset)
     for piece, after in pairwise(pieces):
@@ -241,8 +243,8 @@ def place(bucket: Bucket, data: Bytes, *, flat: Bytes) -> None:
 
 
 def put_bucket(manifest: Manifest, index: int, data: Bytes, *, flat: Bytes, link: Link | None = None) -> None:
-    """Puts the bytes of bucket `index` into their places in the flat buffer, and verifies them there. `link`: they are
-    those after this link of the bucket.
+    """Puts the bytes of bucket `index` into their places in the flat buffer, and verifies them there. With `link`, they
+    are the bucket's bytes as of this link, and must have the link's checksum.
 
     Raises WeightsDamaged unless `data` has the size and the checksum that the manifest says.
     """
@@ -281,7 +283,8 @@ def check_parameters(manifest: Manifest, expected: Parameters) -> None:
 
 
 def check_published(published: Parameters, expected: Parameters, *, what: str) -> None:
-    """Raises ManifestMismatch unless `published` equals `expected`. `what` is the start of the message."""
+    """Raises ManifestMismatch unless the parameters `published` equal those that the engine's model has, `expected`.
+    `what` is the start of the message."""
     problems = [f"{name} is missing" for name in expected if name not in published]
     problems += [f"{name} does not exist in the engine's model" for name in published if name not in expected]
     for name, (shape, dtype) in expected.items():

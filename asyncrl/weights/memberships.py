@@ -34,11 +34,13 @@ class Broadcast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Memberships:
-    """Answers ranks and replicas. All of its waits have a deadline."""
+    """The base class of the weight store with the calls of ranks and replicas about broadcasts. Each wait has a
+    deadline."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Condition()
-        self._waiting: dict[object, tuple[str, int | None, int]] = {}  # replica, epoch, and number of the question
+        # by call that waits: the replica, its epoch, and rank 0's last question for present replicas at its begin
+        self._waiting: dict[object, tuple[str, int | None, int]] = {}
         self._question = 0
         self._last: Broadcast | None = None
         self._epoch = 0
@@ -47,11 +49,11 @@ class Memberships:
         self._request = 0
         self._stored: dict[tuple[Version, int], list[Any]] = {}
 
-    # -- ranks -------------------------------------------------------------------------------------------------------
+    # -- called by learner ranks -------------------------------------------------------------------------------------
 
     async def present(self, expected: Sequence[str], timeout_s: float) -> dict[str, int | None]:
-        """Returns the replicas that are there, each with the epoch whose group it has joined. Waits up to `timeout_s`
-        for replicas that were there, and for those that are `expected`."""
+        """Returns the replicas that wait for an announcement, each with the epoch whose group it has joined. Wakes all
+        that wait, and waits up to `timeout_s` until these and the `expected` ones wait again."""
         async with self._changed:
             asked = {replica for replica, _, _ in self._waiting.values()} | set(expected)
             self._question += 1
@@ -65,7 +67,8 @@ class Memberships:
     async def announce(
         self, version: Version, members: Sequence[str], *, ranks: int, host: str, port: int, is_new: bool
     ) -> Broadcast:
-        """Announces a broadcast by rank 0. A new membership gets the next number."""
+        """Announces a broadcast by rank 0, and wakes the ranks and replicas that wait for it. With `is_new` it begins a
+        new membership, with the next epoch."""
         async with self._changed:
             self._epoch += is_new
             self._last = Broadcast(
@@ -90,8 +93,8 @@ class Memberships:
             return self._last if await self._reached(found, timeout_s) else None
 
     async def requests(self, after: int, timeout_s: float) -> list[tuple[int, Version]]:
-        """Waits for versions that replicas have asked for since the request `after`. Returns them with their numbers,
-        none after `timeout_s`."""
+        """Waits for versions whose bytes replicas have asked for since the request with the number `after`. Returns
+        them with the numbers of the requests; an empty list after `timeout_s`."""
 
         def new() -> list[tuple[int, Version]]:
             return [(number, version) for version, number in self._requests.items() if number > after]
@@ -108,11 +111,12 @@ class Memberships:
                 self._stored[version, rank] = handles
                 self._changed.notify_all()
 
-    # -- replicas ----------------------------------------------------------------------------------------------------
+    # -- called by replicas ------------------------------------------------------------------------------------------
 
     async def next_broadcast(self, replica: str, epoch: int | None, after: int, timeout_s: float) -> Broadcast | None:
         """Waits for a broadcast with a number above `after`. `epoch` is the membership whose group the replica has
-        joined. Returns None after `timeout_s`, or when a rank asks who is there: then ask again at once."""
+        joined. Returns None after `timeout_s`, or when rank 0 asks which replicas are there. The replica then calls
+        again at once, which shows that it lives."""
         poll = object()
 
         def found() -> bool:
@@ -142,7 +146,7 @@ class Memberships:
                 self._changed.notify_all()
             await self._reached(lambda: found() or self._is_old(version), timeout_s)
             if not found():
-                self._requests.pop(version, None)  # the next one who asks makes a new request
+                self._requests.pop(version, None)  # so that a later call makes a new request
             return self._stored.get((version, rank))
 
     def _is_old(self, version: Version) -> bool:
@@ -151,7 +155,8 @@ class Memberships:
     # -- called by `WeightStore` -------------------------------------------------------------------------------------
 
     def _offers(self, versions: set[Version]) -> None:
-        """Forgets the bytes of all other versions. The caller holds the lock, and wakes those that wait."""
+        """Sets the versions that the weight store offers now. Drops the requests and the handles of all other versions.
+        The caller holds the lock of `_changed`, and wakes the calls that wait for it."""
         self._offered = versions
         self._requests = {version: number for version, number in self._requests.items() if version in versions}
         self._stored = {key: handles for key, handles in self._stored.items() if key[0] in versions}

@@ -20,10 +20,11 @@ class MemoryFile:
     map it by its `path`, which is valid until `close`, or until this object is freed. Mappings stay readable
     afterwards.
 
-    `of` is the path of a memory file of another process: then this one has the same memory, and keeps it.
+    `of` is the path of a memory file of another process: then this object has the same memory, and keeps it alive after
+    that process has ended.
 
-    Raises OSError if there is no memory for it. If there is nothing at `of`, or a smaller file, raises OSError or
-    ValueError.
+    Raises OSError if there is no memory for a new file. If there is nothing at `of`, or a smaller file, raises OSError
+    or ValueError.
     """
 
     def __init__(self, nbytes: int, *, of: str | None = None) -> None:
@@ -41,15 +42,16 @@ class MemoryFile:
 
     def close(self) -> None:
         """Frees the memory, unless a part of `data` or another process still uses it."""
-        self.data = NOTHING  # a mapping of Python has a descriptor of its own
+        self.data = NOTHING  # drops the mapping, for which Python's mmap keeps a descriptor of its own
         self._closed()
 
 
 def try_lock(fd: int, *, alone: bool) -> bool:
-    """Locks an open file for its descriptor alone, or together with others. Replaces the lock that it has.
+    """Locks an open file without waiting: for this descriptor alone, or together with others. The lock replaces an
+    earlier one of the descriptor.
 
-    Returns False if others hold the file; then the descriptor may have lost its lock. The kernel unlocks the file when
-    the process ends."""
+    Returns False if the locks of others prevent it; the descriptor may then have lost its lock. The kernel unlocks the
+    file when the process ends."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -58,5 +60,6 @@ def try_lock(fd: int, *, alone: bool) -> bool:
 
 
 def _opened(path: str) -> int:
-    # The number may belong to another file by now: a terminal must not become this process's, a pipe must not block.
+    # By now, the path /proc/<pid>/fd/<n> may lead to another file: a terminal, which must not become this process's
+    # controlling terminal, or a pipe, at which opening must not wait.
     return os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK)

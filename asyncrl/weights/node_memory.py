@@ -66,7 +66,7 @@ class Block:
         self.flat: Bytes = self._file.data[:nbytes]
         if at is not None and at.token != self.address.token:
             self.close()
-            raise OSError(errno.ESTALE, "it is another block by now", at.path)
+            raise OSError(errno.ESTALE, "another block has this path by now", at.path)
 
     @property
     def changes(self) -> int:
@@ -80,8 +80,8 @@ class Block:
 
     @property
     def broadcast(self) -> int:
-        """The number of the broadcast that the replica which holds the block alone puts into it; 0 if it does another
-        thing."""
+        """The number of the broadcast that a replica is putting into the block, while it holds the block alone; 0 if no
+        replica does this."""
         return int(self._numbers[1])
 
     @broadcast.setter
@@ -108,9 +108,10 @@ class Block:
 
 
 def shared_block(pointer: Path, nbytes: int, *, held: Block | None, timeout_s: float = POINTER_S) -> Block:
-    """Returns the node's block for `nbytes` bytes of weights, to which `pointer` leads: `held`, if that is the one, or
-    if there is none yet. Makes one if needed. Raises OSError if there is no memory for it, and TimeoutError if another
-    replica has been making one for `timeout_s`."""
+    """Returns the node's block for `nbytes` bytes of weights, to which the file `pointer` leads. It may be `held`, the
+    block that this replica has. If the pointer leads to no such block, returns `held` or makes a new block. Writes the
+    block's address into the pointer. Raises OSError if there is no memory for a new block, and TimeoutError if another
+    process has locked the pointer for `timeout_s`."""
     with pointer_held(pointer, timeout_s=timeout_s) as fd:
         block = _pointed(os.pread(fd, 4096, 0), nbytes, held=held) or held or Block(nbytes)
         os.ftruncate(fd, 0)
@@ -130,14 +131,14 @@ def _pointed(text: bytes, nbytes: int, *, held: Block | None) -> Block | None:
 
 @contextlib.contextmanager
 def pointer_held(pointer: Path, *, timeout_s: float = POINTER_S) -> Iterator[int]:
-    """Opens the pointer, and holds it alone. Raises TimeoutError after `timeout_s`. All users may create files in
-    /dev/shm: raises PermissionError for one of another user."""
+    """Opens the file `pointer`, and locks it for this process within the block. Raises TimeoutError after `timeout_s`.
+    Raises PermissionError if the file belongs to another user, because all users may create files in /dev/shm."""
     fd = os.open(pointer, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         if os.fstat(fd).st_uid != os.getuid():
             raise PermissionError(
                 errno.EACCES,
-                "another user has made it, who would choose the weights that this run samples",
+                "another user has made it, and could choose the weights from which this run samples",
                 str(pointer),
             )
         deadline_s = time.monotonic() + timeout_s
@@ -151,15 +152,16 @@ def pointer_held(pointer: Path, *, timeout_s: float = POINTER_S) -> Iterator[int
 
 
 class BroadcastRoom:
-    """The place of a node's block into which one of the node's replicas puts a broadcast while all of them receive
-    it."""
+    """A replica's access to the node's block during a broadcast: all replicas of the node receive the bytes, and the
+    first one that locks the block puts them into it."""
 
     def __init__(self, pointer: Path, *, room_s: float = ROOM_S) -> None:
         self._pointer = pointer
         self._room_s = room_s
         self._block: Block | None = None
         self.dropped = False
-        """True if there was no place for the last broadcast."""
+        """True if the last broadcast was not put into the block, because there was no memory, or because replicas used
+        the block for other weights."""
 
     @contextlib.contextmanager
     def held(self, version: Version, nbytes: int) -> Iterator[Block | None]:
@@ -169,7 +171,7 @@ class BroadcastRoom:
         try:
             block = shared_block(self._pointer, nbytes, held=self._held(nbytes))
         except OSError as error:
-            logger.warning("the broadcast of weights %s is dropped, because it has no memory: %s", version, error)
+            logger.warning("the broadcast of weights %s is dropped, because there is no memory: %s", version, error)
             self.dropped = True
             yield None
             return

@@ -22,14 +22,17 @@ from dataclasses import dataclass
 from asyncrl.config.schema import Config
 
 POOLED_TOKENS = 2000
-"""Tokens over which differences are judged, but for the largest one. Tokens that are missing count as equal, so that
-few tokens are judged too if they differ much."""
+"""Number of tokens over which means of differences are judged. If there are fewer tokens, the missing ones count as
+equal, so that few tokens fail too if they differ much. In float32, the largest difference of each call is judged
+instead of the mean."""
 FIRST_TOKENS = 200
-"""The same before there is a unit, whose limit leaves more room."""
+"""The number of tokens, in place of `POOLED_TOKENS`, before the run has a unit. It is smaller, because the limit of a
+unit (`weights.parity_mean_nats`) leaves more room."""
 LEAST_UNIT_NATS = 1e-2
-"""A unit is at least this large (mean): a model whose probabilities become more extreme rounds more than before."""
+"""A unit's mean is at least this large: a model whose probabilities become more extreme rounds more than at the
+start."""
 LEAST_UNIT_RMS_NATS = 1.6e-2
-"""The same for the root mean square."""
+"""A unit's root mean square is at least this large, for the same reason."""
 RELATIVE_SPREAD = 1.2
 """Standard deviation of the difference of a token, as a share of the mean difference: measured in bfloat16."""
 SIGMAS = 3.0
@@ -42,7 +45,8 @@ TOLERANCE_NATS = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differences:
-    """Differences of `tokens` tokens: the sum of their absolute values (nats), of their squares, and the largest.
+    """Differences between two log-probs of each of `tokens` tokens: the sum of their absolute values (nats), of their
+    squares, and the largest.
 
     `weight_excess` is the sum of p_learner / p_engine − 1, and `weight_excess_squares` that of its squares. Both are 0
     for tokens that were not sampled.
@@ -57,7 +61,7 @@ class Differences:
 
     @classmethod
     def of(cls, nats: Iterable[float]) -> "Differences":
-        """Returns the numbers of absolute differences. A NaN counts as infinite."""
+        """Returns the sums and the largest of these absolute differences, in nats. A NaN counts as infinite."""
         found = [math.inf if math.isnan(each) else each for each in nats]
         return cls(
             tokens=len(found),
@@ -112,7 +116,8 @@ class ParityLimits:
     `tolerance_nats`. Otherwise a unit has a mean of at most `mean_nats`, and later differences are at most `factor`
     units.
 
-    The log-probs are those at `temperature`. A low one divides the logits, and so their differences too.
+    The log-probs are those at `temperature`. One below 1 enlarges the logits and their differences, so that
+    `largest_nats` is larger too.
     """
 
     exact: bool
@@ -153,8 +158,9 @@ def room_for_few(tokens: int) -> float:
 
 
 class ParityJudge:
-    """Judges differences against the unit, which are the first ones. With `least_tokens` the newest ones are pooled
-    until they have so many tokens; otherwise the differences of each call are judged alone."""
+    """Judges differences of log-probs: in float32 the largest one, in bfloat16 their spread against the unit, which is
+    the spread of the first ones. With `least_tokens` the newest differences are pooled until they have so many tokens;
+    otherwise those of each call are judged alone."""
 
     def __init__(self, limits: ParityLimits, *, least_tokens: int = 0) -> None:
         self._limits = limits
@@ -202,7 +208,7 @@ class ParityJudge:
             f"weights.parity_factor = {factor:g}, so the limit for so many tokens is {limit:.3g}",
         )
         if not self._least_tokens:
-            return by_mean  # the few tokens of a probe: one that always rounds badly would decide the mean square
+            return by_mean  # of the few tokens of a probe, one that always rounds badly would decide the mean square
         limit_rms = factor * unit.rms_nats
         by_rms = Verdict(
             found.rms_nats / limit_rms,

@@ -27,8 +27,8 @@ from asyncrl.weights.tensor_views import dtype_of
 from asyncrl.weights.transports.interfaces import Sender, Shipment
 
 MOST_BUCKETS = 256
-"""About the most buckets of a version. Each one has a reference that the store keeps and every node fetches, so larger
-models have larger buckets."""
+"""About the largest number of buckets of a version. Each bucket has a reference that the weight store keeps and every
+node fetches, so larger models have larger buckets."""
 
 OwnShard = tuple[str, int, torch.Tensor]
 """A rank's shard of a parameter: the parameter's name, the index of its first element, and the elements."""
@@ -36,9 +36,10 @@ OwnShard = tuple[str, int, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The bytes that this rank sends of the weights at a step boundary, in buckets: the pieces of each bucket, and its
-    part of `memory`. `entries` are the same on every rank. `shards` has the bytes of each shard in `memory`, and the
-    bytes of one of its elements. `shared` has the memory if other processes of the node may map it."""
+    """A rank's copy of the bytes that it sends of the weights after a step. The bytes are in buckets. `pieces` has the
+    places of each bucket's bytes in the version's flat buffer. `memory` has the bytes, one bucket after the other.
+    `entries` describe all tensors, and are the same on every rank. `shards` has for each shard its number of bytes, and
+    that of one element. `shared` has the memory if other processes of the node may map it."""
 
     entries: tuple[TensorEntry, ...]
     pieces: tuple[tuple[Piece, ...], ...]
@@ -79,8 +80,8 @@ def snapshot_of(
     shared: bool = False,
     last: Snapshot | None = None,
 ) -> Snapshot:
-    """Copies a rank's shards, in the precision of the entries. The memory of `last`, an earlier snapshot of these
-    shards, is overwritten. `shared` memory can be mapped by other processes of the node."""
+    """Copies a rank's shards, in the precision of the entries. Overwrites the memory of `last`, an earlier snapshot of
+    these shards, so that no new memory is needed. `shared` memory can be mapped by other processes of the node."""
     by_name = {entry.name: entry for entry in entries}
     found = [(by_name[name], first, shard) for name, first, shard in shards]
     sizes = [shard.numel() * dtype_of(entry).itemsize for entry, _, shard in found]
@@ -111,7 +112,8 @@ def snapshot_of(
 
 
 DRAWN_ELEMENTS = 1024
-"""Elements of each shard whose bits are compared. In a model of a billion parameters they take about 30 ms."""
+"""About the number of elements of each shard whose bits are compared between two snapshots. In a model of a billion
+parameters this takes about 30 ms."""
 
 
 class ChangedElements(NamedTuple):
@@ -123,7 +125,8 @@ class ChangedElements(NamedTuple):
 
 
 def changed_elements(new: Snapshot, before: Snapshot) -> ChangedElements | None:
-    """Compares the bits of a part of each shard. Returns None if the snapshots are not of the same shards."""
+    """Compares the bits of some elements of each shard in two snapshots. Returns None if the snapshots are not of the
+    same shards."""
     if new.shards != before.shards:
         return None
     changed, elements, start = 0.0, 0, 0

@@ -1,10 +1,11 @@
 """Reads samples of the live parameters of a vLLM model back, and compares their bits with what was published.
 
-It runs in vLLM's worker after an update. It finds what the probe cannot see: weights that stayed as they were although
-the next version moved them too little to change a log-prob measurably, such as an old embedding.
+It runs in vLLM's worker after an update. It finds a fault that the probe of log-probs cannot see: a parameter that was
+not updated, but differs too little from the new version to change a log-prob measurably, such as an old embedding.
 
-The places of the tensors do not come from the loader, which may be what is wrong. They come from the names of vLLM's
-modules: a fused layer such as `qkv_proj` has the tensors that `packed_modules_mapping` names, one below the other.
+The places of the tensors do not come from vLLM's loader, because this comparison must find the loader's errors. They
+come from the names of vLLM's modules: a fused layer such as `qkv_proj` has the tensors that `packed_modules_mapping`
+names, one below the other.
 
 The sample differs with each version. It has whole columns or rows of a matrix: two columns of an embedding (every token
 has a part in them) and of each matrix that vLLM has packed for a CPU, two rows of any other matrix. A packed matrix
@@ -23,7 +24,7 @@ from asyncrl.vllm_internals import UnquantizedEmbeddingMethod, UnquantizedLinear
 from asyncrl.weights.manifest import ReadBack
 
 SAMPLES = 2
-"""Columns or rows of a matrix that are compared."""
+"""Number of columns or rows of a matrix that are compared."""
 
 Slices = list[tuple[torch.Tensor, slice]]
 """Published tensors and the rows of each that a worker has, in the order in which the worker has them."""
@@ -109,7 +110,7 @@ def _agrees(layer: Any, parameter: torch.Tensor, places: Slices, draw: torch.Gen
 def _samples(
     layer: Any, parameter: torch.Tensor, places: Slices, draw: torch.Generator
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields samples of a live matrix, each with what was published for it."""
+    """Yields samples of a live matrix (columns or rows), each with the published numbers at the same places."""
     columns_in = places[0][0].shape[1]
     own_columns: int = getattr(layer, "input_size_per_partition", columns_in)
     first = _first(columns_in, own_columns, rank=getattr(layer, "tp_rank", 0), workers=getattr(layer, "tp_size", 1))
@@ -121,7 +122,7 @@ def _samples(
         if packed:
             units = torch.nn.functional.one_hot(columns, own_columns).to(places[0][0].dtype)
             products = layer.quant_method.apply(layer, units).T
-            yield products[: len(expected)], expected  # an embedding is padded
+            yield products[: len(expected)], expected  # vLLM pads an embedding with more rows
         if parameter.numel():
             yield parameter[: len(expected), columns.to(parameter.device)], expected
         return

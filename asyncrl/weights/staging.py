@@ -31,15 +31,16 @@ logger = logging.getLogger(__name__)
 LOOP_BYTES = 2**20
 """To copy and verify this many bytes takes the event loop a millisecond. More bytes are handled in a thread."""
 BLOCKED_S = 10.0
-"""Seconds that a replica waits for the node's memory while its bytes do not change. The others then fetch or load, or
-one of them is stuck, so the replica stages in memory of its own."""
+"""Seconds without a change after which a replica no longer waits for the node's memory, which other replicas use, and
+stages in memory of its own: one of the others may be stuck."""
 
 UNKNOWN = -1
-"""Number of a change that is not that of any block."""
+"""A number of changes that no block has, so that the checksums of the bytes in a block are computed anew."""
 
 
 class Part(NamedTuple):
-    """Bytes that a replica lacks: a whole bucket, or one link of it."""
+    """Bytes that a replica lacks: a whole bucket, or one link of its chain (`asyncrl.weights.delta`). The fields are
+    indices in the manifest."""
 
     bucket: int
     link: int | None
@@ -49,15 +50,15 @@ Fetch = Callable[[Part], Awaitable[Bytes]]
 
 
 class StagedWeights:
-    """Memory for the flat buffer of one version at a time. `pointer` leads to the memory that the replicas of the node
-    share; without it this replica has memory of its own.
+    """Memory for the flat buffer of one version at a time. The file `pointer` leads to the memory that the replicas of
+    the node share; without it this replica has memory of its own.
 
-    After `blocked_s` seconds without a change by the replica that holds the node's memory, this one takes memory of its
-    own, if `available_bytes` says that the node has enough. It waits `pointer_s` seconds for a replica that makes the
-    node's memory.
+    If other replicas hold the node's memory and do not change it for `blocked_s` seconds, this replica takes memory of
+    its own, provided that `available_bytes` says that the node has enough. It waits at most `pointer_s` seconds while
+    another replica makes the node's memory.
 
-    `stage` is all that a replica needs. A process that shares with no other one may also call `begin` first, and `put`
-    for each `missing` part, in order.
+    For a version, a replica calls only `stage` and then `release`. A process that shares the memory with no other one
+    may instead call `begin`, and `put` for each `missing` part, in order.
     """
 
     def __init__(
@@ -76,9 +77,9 @@ class StagedWeights:
         """Memory of this replica's own for one version, because it could not use that of the node."""
         self._manifest: Manifest | None = None
         self._held: dict[tuple[Piece, ...], str] = {}
-        """The checksum of the bytes that stand in the places of a bucket."""
+        """The checksums of the bytes in the buffer, by the pieces of each bucket."""
         self._seen = 0
-        """The number of the change after which `_held` was right."""
+        """The block's number of changes when `_held` was last right."""
 
     @property
     def path(self) -> str:
@@ -154,7 +155,8 @@ class StagedWeights:
             raise
 
     def release(self) -> None:
-        """Lets other replicas of the node change the buffer."""
+        """Lets other replicas of the node change the buffer, and frees memory of this replica's own. Call it when the
+        engine has loaded the version."""
         if self._block is not None:
             self._block.unlock()
         if self._apart is not None:
@@ -164,7 +166,7 @@ class StagedWeights:
 
     async def _fill(self, manifest: Manifest, fetch: Fetch) -> None:
         missing = self.missing
-        fetches = (asyncio.ensure_future(fetch(part)) for part in missing)  # each begins when it is taken
+        fetches = (asyncio.ensure_future(fetch(part)) for part in missing)  # a generator: a fetch begins at `next`
         following = next(fetches, None)
         try:
             for part in missing:
@@ -204,11 +206,12 @@ class StagedWeights:
     def _use(self, block: Block) -> None:
         if block is not self._block:
             self.close()
-            # The bytes of a new block are not those of any version.
+            # A block with 0 changes has no bytes of a version yet. With more, `_look` finds out which it has.
             self._block, self._seen = block, 0
 
     def _move_apart(self) -> None:
-        """Takes memory of this replica's own, if the node has enough."""
+        """Takes memory of this replica's own, in place of the node's shared memory. Raises FetchFailed if the node has
+        too little."""
         nbytes = self._memory.address.nbytes
         assert self._pointer is not None, "only shared memory can be in use by another replica"
         # The lock lets one replica at a time check and take memory. The next one then sees this memory as used.
@@ -228,7 +231,7 @@ class StagedWeights:
         self._held.clear()
 
     def _look(self) -> None:
-        """Finds out which bytes stand in the buffer if another replica has changed it."""
+        """Computes the checksum of each bucket's bytes in the buffer anew, if another replica may have changed it."""
         assert self._manifest is not None, "call begin() first"
         changes = self._memory.changes
         if changes != self._seen:
@@ -241,8 +244,8 @@ class StagedWeights:
             self._seen = changes
 
     def put(self, part: Part, data: Bytes) -> None:
-        """Puts the bytes of a bucket into their places, or changes those that stand there by a delta, and verifies them
-        there. Raises WeightsDamaged. Then nothing of the bucket is verified any more."""
+        """Writes the bytes of a bucket into their places in the buffer, or applies a delta to the bytes there, and
+        verifies the result. Raises WeightsDamaged if it is wrong. The whole bucket then counts as missing."""
         assert self._manifest is not None, "call begin() first"
         bucket = self._manifest.buckets[part.bucket]
         link = None if part.link is None else bucket.links[part.link]
@@ -263,7 +266,7 @@ class StagedWeights:
             ) from error
 
     def close(self) -> None:
-        """Gives the memory back. It may be called again."""
+        """Frees this replica's memory, and its use of the node's memory. It may be called again."""
         self.release()
         if self._block is not None:
             self._block.close()
@@ -272,7 +275,7 @@ class StagedWeights:
 
 
 async def beside_loop(work: Callable[[], None], *, nbytes: int) -> None:
-    """Runs `work` on `nbytes` bytes, in a thread if there are many."""
+    """Runs `work`, which reads or writes `nbytes` bytes: in a thread if they are more than `LOOP_BYTES`."""
     if nbytes > LOOP_BYTES:
         await _in_thread(work)
     else:
@@ -286,6 +289,6 @@ async def _in_thread(work: Callable[[], None]) -> None:
         await asyncio.shield(running)
     except asyncio.CancelledError:
         while not running.done():
-            with contextlib.suppress(asyncio.CancelledError):  # a second one must not end the wait either
+            with contextlib.suppress(asyncio.CancelledError):  # a second cancellation must not end the wait either
                 await asyncio.wait([running])
         raise

@@ -18,7 +18,7 @@ P = ParamSpec("P")
 Answer = TypeVar("Answer")
 
 KEPT_VERSIONS = 2
-"""Publications that are kept. Dropping an older one also drops the store's references to its bytes."""
+"""Number of publications that are kept. Dropping an older one also drops the store's references to its bytes."""
 
 
 class Publication(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,14 +32,14 @@ class Publication(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightStore(Memberships):
-    """Body of the weight-store actor."""
+    """The class of the weight-store actor, one for each run: the learner publishes to it, and replicas ask it."""
 
     def __init__(self) -> None:
         super().__init__()
         self._publications: list[Publication] = []
         self._serial = self._delivery = 0
         self._refused = 0
-        """The delivery for which a replica needs another one."""
+        """The number of the last delivery of which a replica got lost or damaged bytes; 0 before the first one."""
 
     async def publish(self, manifest: Manifest, handles: list[Any], again: bool = False) -> int:
         """Offers a version and returns its serial number. Ignores a repeated version, unless its bytes were delivered
@@ -74,8 +74,8 @@ class WeightStore(Memberships):
     async def newer_than(
         self, version: Version | None, timeout_s: float, besides: Version | None = None
     ) -> Publication | None:
-        """Waits for a publication newer than `version` and returns the newest one; None after `timeout_s`. If there is
-        another one that is newer, `besides` is left out: a replica could not load it."""
+        """Waits for a publication newer than `version` and returns the newest one; None after `timeout_s`. `besides` is
+        a version that the replica could not load: it is returned only if no other publication is newer."""
 
         def newest() -> Publication | None:
             newer = [each for each in self._publications if version is None or each.manifest.version > version]
@@ -102,7 +102,8 @@ class WeightStore(Memberships):
 
 
 def _content(manifest: Manifest) -> tuple[Any, ...]:
-    """Returns what must be equal in two manifests of a version. The way of the bytes may differ."""
+    """Returns the parts of a manifest that must be equal in two manifests of one version: the tensors, and pieces and
+    checksum of each bucket. The links by which the bytes travel may differ."""
     return manifest.tensors, [(bucket.pieces, bucket.checksum) for bucket in manifest.buckets]
 
 
@@ -140,7 +141,7 @@ class WeightClient:
         *arguments: P.args,
         **options: P.kwargs,
     ) -> Answer:
-        """Calls a method of the store, which waits up to `wait_s` seconds by itself."""
+        """Calls a method of the store's actor. `wait_s` is how long the method itself may wait before it answers."""
         limit_s = self._timeout_s + wait_s
         answer: Answer = await patiently(
             lambda: finished(start(self._handle, method, *arguments, **options), timeout_s=limit_s, what=what),

@@ -8,14 +8,15 @@ from asyncrl.weights.manifest import TensorEntry
 
 
 def mapped(path: str, nbytes: int) -> torch.Tensor:
-    """Returns the bytes of a file (uint8) in place. The tensor keeps them mapped, and writes to it stay private."""
+    """Maps a file of `nbytes` bytes into memory. Returns its bytes as a uint8 tensor, without a copy. The mapping lives
+    as long as the tensor. Writes to the tensor do not change the file."""
     with open(path, "rb") as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
 def view_of(entry: TensorEntry, flat: torch.Tensor) -> torch.Tensor:
     """Returns the tensor that `entry` describes in the flat buffer (uint8). It shares the buffer's memory, and keeps
-    it."""
+    this memory alive."""
     return flat[entry.offset : entry.offset + entry.nbytes].view(dtype_of(entry)).view(entry.shape)
 
 

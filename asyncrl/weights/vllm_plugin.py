@@ -54,7 +54,7 @@ _PROCESSES_OF_VLLM = ("EngineCore", "VllmWorker")
 class InitInfo(WeightTransferInitInfo):
     """Describes the process group to join.
 
-    `rendezvous` is a `Rendezvous` in builtins, `first_rank` the rank of this engine's first worker, and `parameters`
+    `rendezvous` is a `Rendezvous` as a dict, `first_rank` the rank of this engine's first worker, and `parameters`
     gives (shape, dtype) of every Hugging Face parameter by name. An engine that only maps files needs none of them,
     because each mapped update describes itself.
     """
@@ -89,7 +89,8 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
             self._peers = Peers.join(rendezvous, rank=rank, device=self.device)
 
     def receive(self) -> bytes:
-        """Waits for one version from the group and keeps it. Returns its manifest. Does not touch the model."""
+        """Waits for one version from the process group and keeps it in the worker's memory. Returns its manifest. Does
+        not touch the model."""
         self._received = None
         with _errors_as_text():
             if self._peers is None:
@@ -104,7 +105,7 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
         `update_info` then applies it. At its end, the thread writes `message` to `pipe`, also if it has failed or had
         nothing to prepare."""
         if self._preparing is not None:
-            wait([self._preparing.ended])  # of an update that was given up
+            wait([self._preparing.ended])  # it prepares an update that was given up
         swap = None if self._reloading else self._swap
         ended = in_daemon(partial(_prepare, update_info, swap, pipe, message), name="new weights")
         self._preparing = Preparing(update_info, swap, ended)
@@ -122,7 +123,7 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: dict[str, Any]) -> None:
-        """Applies a part of an update. `update_info` is in builtins:
+        """Applies a part of an update. `update_info` is a dict of Python's built-in types, with these fields:
 
         - Mapped: the `path` of a file, its size `nbytes`, and `tensors`, the `TensorEntry` of each tensor in it.
         - Received: `received`, the version that `receive` got last, as text.
@@ -135,7 +136,7 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
                 if error is None:
                     preparing.swap.apply()
                     return
-                logger.error("weights could not be prepared beside decoding, so engines pause longer: %s", error)
+                logger.error("weights could not be prepared while the engine decodes, so it pauses longer: %s", error)
                 self._swap, self._may_learn = None, False
         match update_info:
             case {"path": _, "nbytes": _, "tensors": _}:
@@ -167,7 +168,8 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
         self._reloading = False
 
     def _learned(self, weights: list[tuple[str, torch.Tensor]]) -> bool:
-        """Loads a whole version without the layerwise reload, if the model allows that later ones are prepared."""
+        """Loads a whole version by `WeightSwap.learn`, so that later versions can be prepared while the engine decodes.
+        Returns False if the model does not allow this; the caller then uses vLLM's layerwise reload."""
         if self._reloading or not self._may_learn or not WeightSwap.suits(self.model, self.device):
             return False
         with torch.device(self.device):
@@ -230,7 +232,7 @@ def mapped_weights(update_info: dict[str, Any]) -> list[tuple[str, torch.Tensor]
 
 
 class WorkerExtension:
-    """Adds calls to vLLM's worker."""
+    """Methods that vLLM adds to its worker, so that the generator's process can call them by `collective_rpc`."""
 
     weight_transfer_engine: AsyncRLWeightTransferEngine
 
@@ -239,7 +241,8 @@ class WorkerExtension:
         return os.getpid()
 
     def prepare_weights(self, update_info: dict[str, Any], pipe: str, message: bytes) -> None:
-        """Begins to prepare an update, and returns at once."""
+        """Starts a thread that prepares an update from a memory-mapped file. At its end, the thread writes `message` to
+        `pipe`."""
         self.weight_transfer_engine.prepare(update_info, pipe, message)
 
     def read_weights_back(self, update_info: dict[str, Any], seed: int) -> bytes:
@@ -268,7 +271,8 @@ def register() -> None:
 
 @contextlib.contextmanager
 def _errors_as_text() -> Iterator[None]:
-    """Puts an error's type into its text, because vLLM sends only the text to the generator's process."""
+    """Turns a WeightError in the block into a RuntimeError whose text has the error's type, because vLLM sends only the
+    text to the generator's process."""
     try:
         yield
     except WeightError as error:

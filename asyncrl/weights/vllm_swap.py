@@ -34,7 +34,7 @@ Weights = Sequence[tuple[str, torch.Tensor]]
 
 
 class WeightSwap:
-    """The weights of one model. `learn` comes first."""
+    """Swaps new weights into one model of vLLM on the CPU. Call `learn` first."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model: Any = model
@@ -54,14 +54,14 @@ class WeightSwap:
             return False
         layers: list[Any] = list(model.modules())
         if any(isinstance(layer, MLAAttention) for layer in layers):
-            return False  # derives further weights
+            return False  # this layer derives further weights from the loaded ones
         methods = [(layer, method) for layer in layers if (method := _method_of(layer)) is not None]
         return all(type(method) in unquantized and not _is_convolution(layer) for layer, method in methods)
 
     @torch.no_grad()
     def learn(self, weights: Weights) -> bool:
-        """Loads a whole version into the live model. Returns False if the places of its tensors cannot be learned; then
-        the model is not whole."""
+        """Loads a whole version into the live model, and learns into which parameter each tensor goes. Returns False if
+        this cannot be learned; the version must then be loaded again in another way."""
         for layer in self._packed.values():
             layer.weight = _unpacked(layer)
         known, seen = True, set[int]()
@@ -94,7 +94,8 @@ class WeightSwap:
 
     @torch.no_grad()
     def prepare(self, weights: Weights) -> None:
-        """Builds the tensors that `apply` exchanges, from a whole version. Drops the tensors of an earlier call."""
+        """Builds the packed and other tensors that `apply` exchanges for the live ones, from a whole version. Drops the
+        tensors of an earlier call."""
         self._prepared = []
         by_target: dict[str, list[tuple[str, torch.Tensor]]] = {}
         for name, tensor in weights:
@@ -155,7 +156,8 @@ def _is_convolution(layer: Any) -> bool:
 
 
 def _unpacked(layer: torch.nn.Module) -> torch.Tensor:
-    """Returns memory for a weight that vLLM has freed, as the model's loaders expect it."""
+    """Returns new memory for a weight that vLLM has freed after packing it, with the shape and the loader that the
+    weight had before."""
     parameters, _ = get_layerwise_info(layer).restore_metadata
     memory: torch.Tensor = materialize_meta_tensor(restore_layer_refs(parameters["weight"], layer))
     return memory

@@ -1,1 +1,2 @@
-"""The witness: a second, plain path for the numbers of an update. It shares no code with the first path."""
+"""The witness: computes the numbers of an optimizer update a second time, by plain formulas, to check the learner. It
+shares no code with the learner's own computation."""

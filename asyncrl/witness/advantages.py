@@ -1,4 +1,5 @@
-"""Advantages by plain formulas: one for each sample from the rewards of a step, and one for each token from them.
+"""The witness's advantages by plain formulas: one for each sample from the rewards of a step, and one for each token
+from the reward of its sample, less the baseline or with a critic's values.
 
 The axes of an estimator are the mapping of its row in docs/advantages.md, with all defaults filled in. Loops over
 Python's floats, one sample or token after the other.
@@ -13,7 +14,8 @@ from statistics import fmean
 from asyncrl.witness.objective import Axes
 
 EQUAL = 1e-12
-"""Other rewards whose squares about their mean are below this share of the group's are equal up to rounding."""
+"""Values count as equal up to rounding if their sum of squares about their mean is at most this share of a larger sum
+of squares: that of the whole group, or of the values themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,8 @@ def shaped(reward: float, *, tokens: int, truncated: bool, limit_tokens: int, bu
 
 
 def of_samples(axes: Axes, samples: Sequence[Scored]) -> list[float]:
-    """Returns the advantage of each sample of a step. The step may have any groups, in any order."""
+    """Returns the advantage of each sample of a step, by the estimator that `axes` describes. The step may have any
+    groups, in any order."""
     found = [0.0] * len(samples)
     compared, groups = _compared(axes, samples), _groups(samples)
     for name, rewards in compared.items():
@@ -58,7 +61,8 @@ def of_samples(axes: Axes, samples: Sequence[Scored]) -> list[float]:
 
 
 def equal_groups(axes: Axes, samples: Sequence[Scored]) -> list[bool]:
-    """Returns True for each sample of a group whose rewards, as the estimator compares them, are all equal."""
+    """Returns True for each sample of a group whose rewards, as the estimator compares them, are all equal. It is False
+    for all samples if the estimator does not compare the samples of a group."""
     found, compared = [False] * len(samples), _compared(axes, samples)
     for group in _groups(samples) if _compares_groups(axes) else []:
         for n in group:
@@ -110,7 +114,8 @@ def _squares(values: Sequence[float]) -> float:
 
 
 def _deviation(axes: Axes, squares: float, count: float) -> float:
-    """Returns the divisor of `count` values with this sum of squares about their mean."""
+    """Returns the standard deviation of `count` values as a divisor, with the eps of the axes. `squares` is the sum of
+    their squares about their mean."""
     variance = squares / max(count - 1 if axes["divisor"] == "n-1" else count, 1)
     if axes["eps_in"] == "variance":
         return math.sqrt(variance + axes["eps"])
@@ -118,7 +123,8 @@ def _deviation(axes: Axes, squares: float, count: float) -> float:
 
 
 def _centred(axes: Axes, samples: Sequence[Scored], rewards: Sequence[float], group: Sequence[int], n: int) -> float:
-    """Returns reward − baseline of sample n of a group; exactly 0 if all rewards of the group are equal."""
+    """Returns reward − baseline of sample n of a group. With a baseline that compares the samples of a group, it is
+    exactly 0 if all rewards of the group are equal."""
     if not _compares_groups(axes) or _is_raw(axes, group):
         return rewards[n]
     if _are_equal(rewards, group):
@@ -235,7 +241,9 @@ def vtrace(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenColumns:
-    """The columns of one sample, with one entry for each trained token; empty if the estimator does not read it."""
+    """The columns of one sample, with one entry for each trained token; empty if the estimator does not read the
+    column. `values` are the critic's, the others log-probs of policies: `policy` is that of the step's start,
+    `behaviour` the sampler."""
 
     policy: Sequence[float]
     reference: Sequence[float] = ()
@@ -245,7 +253,7 @@ class TokenColumns:
 
 def of_tokens(rule: Axes, outcome: float, columns: TokenColumns) -> tuple[list[float], list[float]]:
     """Returns the advantage of each trained token before the whitening, and its return. `outcome` is the sample's
-    reward, less its baseline without a critic. `rule` has the name of the estimator and its numbers."""
+    reward, less its baseline without a critic. `rule` has the name of the estimator and its settings: γ, λ, the KL."""
     rewards = token_rewards(outcome, rule["kl"], columns.policy, columns.reference)
     match rule["name"]:
         case "discounted":
@@ -264,7 +272,8 @@ def of_tokens(rule: Axes, outcome: float, columns: TokenColumns) -> tuple[list[f
 
 
 def unlike(raw: Sequence[float], found: Sequence[float], *, whitened: bool) -> float:
-    """Returns the largest difference of `found` from `raw`, as a share of the largest number in `found`.
+    """Returns the largest difference of `found` from `raw`, as a share of the largest number in `found`. `found` are
+    the advantages with which tokens were trained, and `raw` those by the formulas.
 
     The whitening of a step shifts and scales all of its tokens in the same way, so with `whitened` the shift and the
     scale that fit best are taken.

@@ -1,7 +1,7 @@
 """Bounds of an objective that depend on all tokens of a step: the budget of a gate, and effective shares.
 
-The first path searches them on a grid with sums over the ranks. Here they are judged by their definition, with all
-tokens of the step in one list.
+The learner's ranks search them on a grid, with sums over the ranks. The witness judges by their definition the bounds
+that were found, with all tokens of the step in one list.
 """
 
 import math
@@ -10,14 +10,15 @@ from collections.abc import Mapping, Sequence
 from asyncrl.witness.objective import LARGEST_LOG_RATIO, Axes
 
 CLOSE = 1e-4
-"""Accepted relative difference of a bound. The grid of the first path has a relative precision of 4e-6."""
+"""Accepted relative difference of a bound. The grid on which the ranks search has a relative precision of 4e-6."""
 
 Tokens = Mapping[str, Sequence[float]]
 """The step's trained tokens: `advantages`, and the log-probs of each policy by its name."""
 
 
 def unlike_bounds(configured: Axes, used: Axes, tokens: Tokens) -> str:
-    """Returns what is wrong with the bounds that a step used, in words; "" if nothing is."""
+    """Returns what is wrong with the bounds that a step used, in words; "" if nothing is. `configured` are the axes of
+    the objective in the configuration, and `used` those with the bounds that the ranks found."""
     problems = [
         _budget_problem(gate, used["gates"][i], tokens)
         for i, gate in enumerate(configured["gates"])
@@ -45,7 +46,7 @@ def effective_share(ratios: Sequence[float]) -> float:
 
 
 def ratios_of(tokens: Tokens, p: str, q: str) -> list[float]:
-    """Returns p/q of each token; none if the tokens lack one of the policies."""
+    """Returns the ratio p/q of each token; an empty list if `tokens` lacks one of the policies."""
     return [math.exp(min(a - b, LARGEST_LOG_RATIO)) for a, b in zip(tokens.get(p, ()), tokens.get(q, ()), strict=False)]
 
 
@@ -64,7 +65,8 @@ def sorted_k2(gate: Axes, tokens: Tokens) -> list[float]:
 
 
 def _budget_problem(gate: Axes, used: Axes, tokens: Tokens) -> str:
-    """The mean k2 of the kept tokens is at most the budget, and would not be with the next token (M2PO, 2510.01161)."""
+    """Returns in words how the bound that was used differs from the definition; "" if it does not. By the definition,
+    the mean k2 of the kept tokens is at most the budget, and would not be with the next token (M2PO, 2510.01161)."""
     subject = sorted_k2(gate, tokens)
     kept, total = 0, 0.0
     while kept < len(subject) and (total + subject[kept]) / (kept + 1) <= gate["budget"] * (1 + 1e-9):
@@ -78,7 +80,8 @@ def _budget_problem(gate: Axes, used: Axes, tokens: Tokens) -> str:
 
 
 def _cap_problem(weight: Axes, used: Axes, tokens: Tokens) -> str:
-    """The effective share of the clamped weights is at least `min_ess`, and would not be with a larger cap."""
+    """Returns in words how the cap that was used differs from the definition; "" if it does not. By the definition, the
+    effective share of the clamped weights is at least `min_ess`, and would not be with a larger cap."""
     ratios, found = ratios_of(tokens, weight["p"], weight["q"]), used["hi"]
 
     def share(cap: float) -> float:

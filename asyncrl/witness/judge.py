@@ -1,4 +1,4 @@
-"""The requests of the witness, its comparisons, and its findings."""
+"""The witness's request to the ranks, its comparisons of an update with the formulas, and their findings."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,8 @@ FORMULA = "formula"
 class GradientLimits:
     """The accepted differences between the gradients of a group by two passes, as shares of a norm: `of_tensor` for
     each tensor, `of_all` for all together. A tensor with less than the share `least` of the whole norm is measured
-    against that share. `of_token` is for the gradient of a single token; that of n tokens has of_token / √n more."""
+    against that share. `of_token` is for the rounding of single tokens: for the gradient of n tokens, of_token / √n is
+    added to `of_tensor` and `of_all`."""
 
     of_tensor: float
     of_all: float
@@ -43,8 +44,9 @@ class Request:
     `counts` has the samples and tokens of each update, counted from the lease. `advantages` has one number for each
     drawn row, from the rewards by plain formulas or by the user's own estimator, as `advantages_by` says; None if the
     ranks compute an advantage for each token, or if the estimator cannot be called again. `largest_advantage` is that
-    of the whole step. With `every_part`, each micro-batch is also passed alone. `rewards` has the reward of each drawn
-    row after the filters, 0 for a reward that failed; it is empty if the rewards are not known.
+    of the whole step. With `every_part`, the ranks also pass each micro-batch alone, to compare the sum of the
+    gradients with that of the update. `rewards` has the reward of each drawn row after the filters, 0 for a reward that
+    failed; it is empty if the rewards are not known.
     """
 
     counts: tuple[Counts, ...]
@@ -145,7 +147,8 @@ def advantage_findings(request: Request, samples: Mapping[int, Sample]) -> list[
 
 
 def bounds_finding(configured: Axes, used: Axes, tokens: Tokens) -> Finding:
-    """Judges the bounds of an objective that depend on all tokens of a step."""
+    """Judges the bounds of an objective that depend on all tokens of a step. `configured` are the axes of the
+    configuration, and `used` those with the bounds with which the step was trained."""
     problem = unlike_bounds(configured, used, tokens)
     return Finding(check="bounds", ratio=math.inf if problem else 0.0, words=problem)
 

@@ -1,10 +1,13 @@
 """The derivatives of an objective's loss by the log-prob and the entropy of each token.
 
-The first path builds the loss from tensors and lets autograd derive it. This module states the derivatives themselves,
-with loops over Python's floats, as docs/losses.md and the papers have them. The objective is the mapping of its axes
-(`asyncrl losses NAME`), with all defaults filled in.
+The learner builds the loss from tensors and lets autograd derive it. This module states the derivatives themselves,
+with loops over Python's floats, by the formulas of the papers and of `asyncrl/algorithms/objective.py`. The objective
+is the mapping of its axes (`asyncrl losses NAME`), with all defaults filled in.
 
     L = Σ_t a_t · [ W_t · K_t · S(u_t, A_t, lp_t) + Σ_j β_j · P_j(t) ]
+
+For token t, a is the coefficient of the aggregation, W the importance weight, K the gates (0 or 1), S the surrogate, u
+its ratio, A the advantage, lp the log-prob, and P the penalties.
 """
 
 import math
@@ -101,7 +104,8 @@ def derivatives(axes: Axes, sample: Sample, counts: Counts, *, apart_nats: float
 
 def _sources(axes: Axes, sample: Sample, apart_nats: float) -> dict[str, list[float]]:
     """Returns the log-probs by the policy's name. An interpolated proximal policy is behaviour + (1 − 1/d) · (current −
-    behaviour) for a token of d > 0 versions, and current for d = 0 (A-3PO, 2512.06547)."""
+    behaviour) for a token that is d > 0 versions old, and current for d = 0 (A-3PO, 2512.06547). `apart_nats` is
+    subtracted from the log-probs of sampler and reference, and half of it from recomputed proximal ones."""
     current = list(sample.current)
     behaviour = [value - apart_nats for value in sample.behaviour]
     reference = [value - apart_nats for value in sample.reference]
@@ -116,7 +120,8 @@ def _sources(axes: Axes, sample: Sample, apart_nats: float) -> dict[str, list[fl
 
 
 def _divisor(axes: Axes, sample: Sample, counts: Counts) -> float:
-    """Returns by what the weighted loss of each token of a sample is divided before all losses are added."""
+    """Returns the number by which the weighted loss of each token of a sample is divided before all losses are
+    added."""
     prompts = sum(tokens > 0 for tokens in counts.tokens_by_group.values())
     by_aggregation: Mapping[str, float] = {
         "token_mean": counts.tokens,
@@ -130,11 +135,11 @@ def _divisor(axes: Axes, sample: Sample, counts: Counts) -> float:
 
 
 POOLS: Mapping[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "sum": math.fsum, "min": min, "max": max}
-"""The values that all tokens of a sequence may share."""
+"""The functions that give all tokens of a sequence one value, by the name of the pool."""
 
 
 def _pooled(values: Sequence[float], how: str) -> list[float]:
-    """Returns the own value of each token, or the one that it shares with its sequence."""
+    """Returns each token's own value if `how` is `token`, else the one value that all tokens of the sequence share."""
     return [*values] if how == "token" or not values else [POOLS[how](values)] * len(values)
 
 
@@ -198,8 +203,8 @@ STATISTICS: Mapping[str, Callable[[float, float], float]] = {
 def _log_ratios(
     axes: Axes, sources: Mapping[str, Sequence[float]], sample: Sample
 ) -> tuple[list[float], list[float], bool]:
-    """Returns log u of each token, ∂ log u / ∂ lp by the log-prob of each token, and whether it is the derivative of
-    one u that all tokens share. Otherwise it is that of the token's own u."""
+    """Returns the log of the ratio u of each token, ∂ log u / ∂ lp by the log-prob of each token, and whether this is
+    the derivative of one u that all tokens share. Otherwise it is that of the token's own u."""
     size, surrogate = len(sample), axes["surrogate"]
     # a surrogate without a ratio does not read its anchor, which may then have no log-probs
     anchor = sources[axes["anchor"]] or sources["current"]
@@ -222,7 +227,8 @@ def _log_ratios(
 
 
 def _slopes(surrogate: Axes, log_ratio: float, advantage: float) -> tuple[float, float]:
-    """Returns (∂S/∂lp with u fixed, ∂S/∂ log u)."""
+    """Returns the derivatives of the surrogate S of a token: ∂S/∂lp by its log-prob with the ratio u fixed, and
+    ∂S/∂ log u."""
     limit = LARGEST_LOG_RATIO / 2 if surrogate["kind"] == "quadratic" else LARGEST_LOG_RATIO
     ratio = math.exp(min(log_ratio, limit))
     moves = log_ratio <= limit
@@ -263,7 +269,7 @@ def _kernel(kernel: Axes, log_ratio: float) -> float:
 
 
 def _penalty_slope(penalty: Axes, sources: Mapping[str, Sequence[float]], t: int) -> float:
-    """Returns ∂P/∂lp of a token, for the penalties that compare log-probs."""
+    """Returns ∂P/∂lp, the derivative of a penalty by the log-prob of token t, for penalties that compare log-probs."""
     now = sources["current"][t]
     d = now - sources[penalty["q"]][t]
     bounded = min(-d, LARGEST_LOG_RATIO)

@@ -1,4 +1,5 @@
-"""A plain pass of one sequence: no padding, no packing, no shared prompt, transformers' own attention, full logits.
+"""A plain pass of one sequence through the model: no padding, no packing, no shared prompt, transformers' own
+attention, full logits.
 
 Temperature, supports and the softmax are applied in float64. The gradient of a log-prob by the logits is stated, and
 not derived by autograd: ∂ log p_t / ∂z = (1_t − p) / τ, and ∂H / ∂z = −p · (log p + H) / τ.

@@ -12,7 +12,7 @@ from asyncrl.witness.advantages import Scored, equal_groups, of_samples, shaped
 from asyncrl.witness.objective import Axes, Counts
 
 OF_TOTALS: Axes = {"baseline": "group_mean", "rewards": "total", "length_penalty": None}
-"""The axes by which groups are compared with an estimator of the user's own."""
+"""The axes by which a group counts as equal if the estimator is the user's own: its total rewards are all equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,8 @@ def _known(completions: Sequence[Completion], config: Config) -> dict[int, Score
 
 
 def scored(completion: Completion, config: Config) -> Scored:
-    """Returns a sample whose reward did not fail, with its shaped reward."""
+    """Returns a sample whose reward did not fail, as the formulas read it: with the reward after the penalty of
+    `algorithm.overlong: penalise`."""
     reward = completion.reward
     assert reward is not None, "the caller leaves failed rewards out"
     if config.algorithm.overlong == "penalise":

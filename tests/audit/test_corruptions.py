@@ -187,7 +187,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a version that is too old": (
         age_sample, "3", "version 1.1, which was 3 versions old",
     ),
-    "a version that is dead": (edit_sample(spans=(VersionSpan(1, 3, 2),)), "3", "version 1.3, which is dead"),
+    "a version that is dead": (edit_sample(spans=(VersionSpan(1, 3, 2),)), "3", "version 1.3, which is lost"),
     "a version that is one off": (edit_sample(spans=(VersionSpan(2, 3, 2),)), "3", "but the ranks trained"),
     "a reward": (edit_sample(reward=0.75), "2", "has reward_mean"),
     "a weight byte": (flip_last_byte(WEIGHTS, manifest=False), "4", "the manifest says"),

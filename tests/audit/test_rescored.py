@@ -82,7 +82,7 @@ def test_a_user_who_cannot_start_a_scoring_process_reads_why(
 
     monkeypatch.setattr("asyncrl.audit.rescored.started", refused)
     history = with_texts(run, tmp_path, ("5", "4"))
-    with pytest.raises(NotPossible, match=r"they cannot be computed here: .*Permission denied"):
+    with pytest.raises(NotPossible, match=r"the rewards cannot be computed here: .*Permission denied"):
         list(reward_differences(history, configured(run)))
 
 

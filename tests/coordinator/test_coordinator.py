@@ -793,7 +793,7 @@ async def test_a_checkpoint_that_the_run_made_on_another_cluster_is_refused_wher
     third = msgspec.structs.replace(SECOND, id="third")
     restored = Restored(snapshot=elsewhere, lineage=second.child(elsewhere.version))
     now_s = SILENT_S
-    with pytest.raises(LearnerNotRestored, match="of a learner on another cluster"):
+    with pytest.raises(LearnerNotRestored, match="a learner on another cluster wrote it"):
         await here.attach(third, shared=SHARED, restored=restored)
     here_again = Restored(snapshot=snapshot, lineage=second.child(snapshot.version))
     assert (await here.attach(third, shared=SHARED, restored=here_again)).incarnation == 3

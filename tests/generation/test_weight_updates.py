@@ -129,7 +129,7 @@ async def test_a_replica_that_gets_no_broadcasts_any_more_fetches_weights(caplog
     scene.source.offer(0, serial=1)
     await until(lambda: scene.updates.version == Version(1, 0))
     assert [record.message for record in caplog.records] == [
-        "broadcasts of weights are not received any more, so they are fetched"
+        "broadcasts of weights are not received any more, so weights are fetched"
     ]
     scene.running.cancel()
 

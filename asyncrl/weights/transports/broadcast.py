@@ -1,9 +1,9 @@
-"""Sends weights by broadcast to the replicas of a run that are there, for `weights.transport: collective`.
+"""Sends weights by broadcast to the replicas of a run that wait for them, for `weights.transport: collective`.
 
 The weight store keeps the membership (`asyncrl/weights/memberships.py`). Learner ranks and replicas of a membership are
 one process group (`peers.py`). For each version:
 
-    rank 0         asks who is there, and announces the broadcast; if the members have changed, in a new group
+    rank 0         asks which replicas wait, and announces the broadcast; if the members have changed, in a new group
     everyone       joins the group, unless it has joined it for an earlier version
     train ranks    describe their buckets with checksums, and send them
     replicas       verify the bytes, in a thread; one replica of each node puts them into the node's memory
@@ -61,11 +61,12 @@ logger = logging.getLogger(__name__)
 PRESENCE_S = 2.0
 """Seconds that rank 0 waits for replicas that answered before. A living replica answers within milliseconds."""
 WAIT_S = 20.0
-"""Seconds of one wait at the weight store. It is repeated."""
+"""Seconds that one call of the weight store waits, for a broadcast or for requests. The call is repeated."""
 PAUSE_S = 1.0
 """Seconds before a rank asks again for requests, after weights were not put into the object store."""
 HELD_VERSIONS = 2
-"""Versions that a rank can still put into the object store: those of its snapshots, until their memory is reused."""
+"""Number of versions that a rank can still put into the object store: those of its snapshots, until their memory is
+reused."""
 CPU = torch.device("cpu")
 
 
@@ -78,7 +79,8 @@ class SentBucket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group:
-    """This process's place in the process group of a membership."""
+    """This process's connection to the process group of a membership: a learner rank or a replica joins it when a
+    broadcast needs it."""
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -115,7 +117,7 @@ class Group:
         try:
             self._peers.exchange(function, what=f"the broadcast of weights {broadcast.version}")
         except (UpdateRefused, WeightsDamaged):
-            raise  # all members have ended this exchange
+            raise  # all members have ended this exchange together, so the group stays usable
         except BaseException:
             self.leave()
             raise
@@ -131,7 +133,8 @@ class Group:
 
 
 class CollectiveSender(Sender):
-    """Keeps the group between deliveries. A thread answers replicas that lack bytes."""
+    """Sends a learner rank's shipments by broadcast, and keeps the process group between deliveries. A thread puts
+    versions into the object store for replicas that lack bytes."""
 
     def __init__(self, store: Any, *, rank: int, ranks: int, timeout_s: float, call_timeout_s: float) -> None:
         self._store = store
@@ -150,7 +153,7 @@ class CollectiveSender(Sender):
             self._broadcast(sent)
         except WeightError as error:
             logger.warning(
-                "the broadcast of weights %s did not reach all replicas in whole: %s; replicas that lack bytes get "
+                "the broadcast of weights %s did not reach all replicas completely: %s; replicas that lack bytes get "
                 "them through the object store",
                 sent.version,
                 error,
@@ -162,7 +165,8 @@ class CollectiveSender(Sender):
         self._group.leave()
 
     def _broadcast(self, sent: Shipment) -> None:
-        """Sends to the members, if there are any."""
+        """Broadcasts a shipment to the replicas of the membership, if it has any. Raises WeightError if a member is
+        dead or late, or got damaged bytes."""
         started_s, version = time.monotonic(), sent.version
         broadcast, listener = self._announce(version) if self._rank == 0 else (self._announced(version), None)
         self._number = broadcast.number
@@ -185,7 +189,8 @@ class CollectiveSender(Sender):
         )
 
     def _announce(self, version: Version) -> tuple[Broadcast, socket.socket | None]:
-        """Asks who is there, and announces the broadcast to all. Returns the socket for a new group."""
+        """Asks which replicas are there, and announces the broadcast to ranks and replicas. Also returns the socket
+        that listens for a new process group; None if no new group is needed."""
         there: dict[str, int | None] = self._asked(
             self._store.present.remote(self._group.members, PRESENCE_S), PRESENCE_S, "asking which replicas are there"
         )
@@ -215,10 +220,10 @@ class CollectiveSender(Sender):
     def _asked(self, ref: Any, wait_s: float, what: str) -> Any:
         return answer(ref, timeout_s=wait_s + self._call_timeout_s, what=what)
 
-    # -- the thread --------------------------------------------------------------------------------------------------
+    # -- the thread that stores bytes for replicas that lack them ----------------------------------------------------
 
     def _answer_requests(self) -> None:
-        """Puts versions into the object store for which replicas ask, until the weight store ends."""
+        """Puts versions for which replicas ask into the object store, until the weight store or this sender ends."""
         last = 0
         while not self._closed.is_set():
             try:
@@ -247,8 +252,9 @@ class CollectiveSender(Sender):
 
 
 class CollectiveTransport(Transport):
-    """`store` returns the handle of the weight store. A broadcast, and joining a group for it, take `timeout_s` at most
-    each. `staged_at` leads to the memory in which the replicas of the node stage weights. Ranks have none."""
+    """The transport by broadcast, in a learner rank or a replica. `store` returns the handle of the weight store. A
+    broadcast, and joining a group for it, take `timeout_s` at most each. `staged_at` leads to the memory in which the
+    replicas of the node stage weights. Ranks have none."""
 
     def __init__(
         self, store: Callable[[], Any], *, timeout_s: float, call_timeout_s: float, staged_at: Path | None = None
@@ -264,7 +270,7 @@ class CollectiveTransport(Transport):
 
     @cached_property
     def _store(self) -> Any:
-        """The handle. Before a run begins, there is no weight store."""
+        """The handle of the weight store, looked up at the first use: before a run begins, there is no weight store."""
         return self._open_store()
 
     def sender(self, rank: int, ranks: int) -> CollectiveSender:
@@ -273,7 +279,8 @@ class CollectiveTransport(Transport):
         )
 
     async def receive(self, handle: SentBucket, *, timeout_s: float) -> Bytes:
-        """Fetches a bucket that was not broadcast to this node."""
+        """Fetches a bucket that did not arrive at this node by broadcast: asks the ranks to put it into the object
+        store, and gets it from there."""
         deadline_s = time.monotonic() + timeout_s
         try:
             stored: list[Any] | None = await finished(
@@ -342,7 +349,8 @@ class CollectiveTransport(Transport):
         return broadcast
 
     def _take(self, broadcast: Broadcast, rank: int, room: BroadcastRoom) -> None:
-        """Receives and verifies a broadcast. Puts the bytes into the node's memory, unless another replica does."""
+        """Receives and verifies a broadcast. Puts the bytes into the node's memory, unless another replica of the node
+        does."""
         version = broadcast.version
         self._arrived_bytes = 0
 

@@ -67,7 +67,8 @@ def _send(peers: Peers, snapshot: Snapshot, version: Version) -> None:
 def descriptions(
     peers: Peers, *, head: bytes = b"", own: Sequence[Bucket] = ()
 ) -> tuple[bytes, list[tuple[Bucket, ...]]]:
-    """Exchanges what is sent. Returns the head that rank 0 gives, and the buckets of each train rank."""
+    """Tells all members what will be sent. Rank 0 gives `head` (version and layout), and each train rank describes its
+    `own` buckets. Returns the head, and the buckets of each train rank."""
     head = peers.say(head, root=0)
     return head, [
         msgspec.msgpack.decode(peers.say(msgspec.msgpack.encode(own), root=rank), type=tuple[Bucket, ...])

@@ -19,8 +19,8 @@ class BroadcastEnd:
     """How a broadcast ended for a replica.
 
     received    it has all bytes
-    missed      it was a member, and lacks bytes: they were damaged, or another member was late or died, or itself, or
-                engines of its node loaded other weights
+    missed      it was a member, and lacks bytes: they were damaged, or a member (also itself) was late or died, or
+                engines of its node were loading other weights from the memory for the bytes
     absent      it was not a member, because it had just started, or lacked bytes of an earlier broadcast, or did not
                 answer rank 0 in time
 
@@ -45,15 +45,15 @@ class Shipment:
 
 
 class Sender(ABC):
-    """A transport on one of the learner's ranks, for all deliveries of the rank."""
+    """The sending side of a transport on one of the learner's ranks, for all deliveries of the rank."""
 
     @abstractmethod
     def send(self, sent: Shipment) -> list[Any]:
-        """Makes a shipment available. Returns a handle for each of its parts, in order. All ranks send at the same
-        time. A replica that is slow or dead fails no call."""
+        """Makes a shipment available to the replicas. Returns a handle for each of its parts, in order. All ranks send
+        at the same time. A slow or dead replica does not make the call fail."""
 
     def close(self) -> None:
-        """Ends what the sender does beside its calls."""
+        """Ends the threads and connections that the sender keeps between its calls, if it has any."""
 
 
 class Transport(ABC):
@@ -73,11 +73,12 @@ class Transport(ABC):
         """Returns the bytes of a bucket. Raises ManifestVoid when they are lost, and FetchFailed after `timeout_s`."""
 
     def staged(self, version: Version) -> None:
-        """The replica has all bytes of a version. It did not receive those that another replica of its node has
-        staged."""
+        """Called when the replica has all bytes of a version in its memory. It did not `receive` the bytes that another
+        replica of its node has staged."""
 
     def delete(self, which: Callable[[Version], bool]) -> None:
-        """Deletes what the transport keeps of these versions outside of the learner's processes."""
+        """Deletes what the transport keeps outside of the learner's processes, such as files, of the versions for which
+        `which` returns True."""
 
 
 class StoresBytes(Transport, Sender):

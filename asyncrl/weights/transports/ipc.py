@@ -39,7 +39,7 @@ FREE_PART = 0.5
 """Largest share of a device's free memory for one group. The engine needs some of the rest to load the group."""
 
 
-# -- a run -----------------------------------------------------------------------------------------------------------
+# -- for an asynchronous run -----------------------------------------------------------------------------------------
 
 
 class SharedBytes(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +52,8 @@ class SharedBytes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedSnapshotTransport(StoresBytes):
-    """Learner ranks and generators must be on one node."""
+    """The handle of a bucket is a range of the memory file with the rank's snapshot. Learner ranks and generators must
+    be on one node."""
 
     def send(self, sent: Shipment) -> list[Any]:
         assert sent.shared is not None, "take the snapshot in shared memory"
@@ -83,7 +84,7 @@ def _copied(handle: SharedBytes) -> Bytes:
     return np.fromfile(handle.path, dtype=np.uint8, offset=handle.start, count=handle.nbytes)
 
 
-# -- a synchronous loop ----------------------------------------------------------------------------------------------
+# -- for a synchronous loop ------------------------------------------------------------------------------------------
 
 
 class SharedGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,8 +101,9 @@ class SharedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class _Refit:
-    """The state of a rank during a refit: the groups that remain, the running gather, and the memory of the last group.
-    `is_void` is True if the weights have changed since: the remaining groups would be of another version."""
+    """The state of a rank during a refit: the groups that remain, the running gather of weights, and the memory of the
+    last group. `is_void` is True if the weights have changed since `prepare`: the remaining groups would be of another
+    version."""
 
     version: Version
     groups: list[list[TensorEntry]]
@@ -115,7 +117,7 @@ class _Refit:
         self.shared = None
 
 
-# -- learner ranks ---------------------------------------------------------------------------------------------------
+# -- for a synchronous loop: learner ranks ---------------------------------------------------------------------------
 
 
 class SharedWeights:
@@ -242,7 +244,7 @@ def _free_bytes(device: torch.device) -> int:
     return int(FREE_PART * free)
 
 
-# -- both sides ------------------------------------------------------------------------------------------------------
+# -- for a synchronous loop: learner ranks and engine workers --------------------------------------------------------
 
 
 def device_key(device: torch.device) -> str:
@@ -252,7 +254,7 @@ def device_key(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-# -- engine workers --------------------------------------------------------------------------------------------------
+# -- for a synchronous loop: engine workers --------------------------------------------------------------------------
 
 
 def open_group(group: SharedGroup, *, device: torch.device) -> list[tuple[str, torch.Tensor]]:

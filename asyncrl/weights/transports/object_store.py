@@ -12,7 +12,8 @@ from asyncrl.weights.transports.interfaces import Shipment, StoresBytes
 
 
 class ObjectStoreTransport(StoresBytes):
-    """A bucket exists as long as the rank that has put it."""
+    """The handle of a bucket is a reference to its bytes in Ray's object store. They are lost when the rank that put
+    them ends."""
 
     def send(self, sent: Shipment) -> list[Any]:
         return [ray.put(part) for part in sent.parts]
@@ -20,7 +21,8 @@ class ObjectStoreTransport(StoresBytes):
     async def receive(self, handle: Any, *, timeout_s: float) -> Bytes:
         try:
             bucket: Bytes = await asyncio.to_thread(ray.get, handle, timeout=timeout_s)
-        # OwnerDiedError is an ObjectLostError. Of bytes that an actor had not finished, Ray may report its death.
+        # OwnerDiedError is an ObjectLostError. If the rank died before the bytes were complete, Ray may raise
+        # RayActorError instead.
         except (ObjectLostError, RayActorError) as error:
             raise ManifestVoid(
                 f"the process that published these weights has ended, so their bytes are lost: {error}"

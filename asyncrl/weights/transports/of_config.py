@@ -16,8 +16,8 @@ from asyncrl.weights.transports.object_store import ObjectStoreTransport
 
 
 def transport_of(config: Config, *, nonce: str = "", staged_at: Path | None = None) -> Transport:
-    """Returns the transport `weights.transport`. A learner gives the `nonce` of its run, so that runs which share a
-    folder do not share files. A replica gives the pointer to its node's memory for staged weights.
+    """Returns the transport that `weights.transport` names. A learner gives the `nonce` of its run, so that runs which
+    share a folder do not share files. A replica gives `staged_at`, the pointer to its node's memory for staged weights.
 
     Raises ConfigError if the learner cannot use `weights.folder`."""
     match config.weights.transport:

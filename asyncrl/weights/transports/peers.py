@@ -41,7 +41,8 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Peers:
-    """This process's membership of the group. Create it with `join`. It runs one exchange at a time."""
+    """This process's membership of the process group for weights. Create it with `join`. It runs one exchange at a
+    time."""
 
     def __init__(self, rendezvous: Rendezvous, *, rank: int, device: torch.device, store: Any) -> None:
         self.rank, self.device = rank, device
@@ -51,7 +52,7 @@ class Peers:
         self._said = self._gloo("said", rank, self.world_size, rendezvous)
         trainers = rendezvous.train_world_size
         if device.type == "cpu":
-            # Each train rank has a group with those that serve, so that train ranks do not get each other's bytes.
+            # Each train rank has a group with all ranks that serve, so that train ranks get no bytes of each other.
             own = [rank] if rank < trainers else range(trainers)
             place, size = max(0, rank - trainers + 1), 1 + self.world_size - trainers
             self._sent = {root: self._gloo(f"sent/{root}", place, size, rendezvous) for root in own}
