@@ -150,10 +150,10 @@ def _check_all_there(fates: dict[int, str], entry: LedgerEntry, *, moment: str) 
 
 
 def ledger_closes(history: History) -> str:
-    """Check 2: the account of the ledger is closed after every step, in groups, samples and tokens, and equals the sums
-    over the groups that ended so far. The step's line in steps.jsonl has the same numbers, and reports no difference
-    that the run's witness refused. Each evaluation has a reward or a failure of each of its prompts, and is greedy if
-    it has one completion of each."""
+    """Check 2: after every step, the amounts of all fates in the ledger add up to what was issued, in groups, samples
+    and tokens. The amount of each final fate equals the sum over the groups that ended with it so far. The step's line
+    in steps.jsonl has the same numbers, and the witness of the run found no difference above its tolerance. Each
+    evaluation has a reward or a failure of each of its prompts, and is greedy if it has one completion of each."""
     path = history.directory / "steps.jsonl"
     records = read_lines(path, StepRecord)
     lines: dict[int, tuple[StepRecord, int]] = {}

@@ -90,8 +90,8 @@ def call_loss(config: Config) -> None:
         raise ConfigError(f"{named}: {error}") from error
     if missing := sorted(needed - known):
         raise ConfigError(
-            f"{named}: it reads the columns {', '.join(missing)}, which the rows of this run do not have; they have "
-            f"{', '.join(sorted(known))}"
+            f"{named}: the loss reads the columns {', '.join(missing)}, which the rows of this run do not have; it can "
+            f"read {', '.join(sorted(known))}"
         )
     # The rows of a run have the columns `rewards` and `group_ids` only if the loss names them.
     unread = {"rewards", "group_ids"} - needed

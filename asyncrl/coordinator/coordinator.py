@@ -93,7 +93,8 @@ class Clearing:
             self._in_background(self._cleared(keys, self._rows), name="clear rows")
 
     def rows_without_slot(self) -> None:
-        """Clears the rows of groups that hold no slot, because the learner went back to a checkpoint."""
+        """Clears the rows of groups that hold no slot after a restore. The buffer has dropped these groups, or never
+        had them."""
         self._in_background(self._sweep_rows(self._buffer.without_slot), name="sweep rows")
 
     def tick(self, now_s: float) -> None:
@@ -628,7 +629,8 @@ class Coordinator:
         split_tokens = self.buffer.restore(
             restored.snapshot.buffer, lineage=restored.lineage, loaded=self._replicas.loaded
         )
-        self._clearing.rows_without_slot()  # the data plane may have older rows than this buffer
+        # The data plane may still have rows of groups that the restore has dropped, or of a coordinator that has died.
+        self._clearing.rows_without_slot()
         if not lived_on:
             return
         self.registry.set_state(RunState.STARTING)

@@ -462,7 +462,8 @@ class Replicas:
         self._may_come_back = may_come_back
         self._clock = clock
         self._by_actor: dict[str, _Replica] = {}
-        self._standings: Counter[tuple[Version | None, bool, bool]] = Counter()  # of the replicas in `_by_actor`
+        # the number of replicas in `_by_actor` by `_Replica.standing`
+        self._standings: Counter[tuple[Version | None, bool, bool]] = Counter()
         self._earlier: dict[str, ReplicaReport] = {}  # totals of the earlier actors of a replica
         self.loaded: dict[str, Version] = {}
         self.reports: dict[str, ReplicaReport] = {}

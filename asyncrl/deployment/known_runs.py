@@ -238,7 +238,7 @@ CLOCK_S = 2.0
 TITLES = ("ray::", "ray-", "VLLM::")
 """Prefixes of the names that Ray and vLLM give their processes."""
 _PROGRAMS = re.compile(r"/ray/|\b(ray|vllm|asyncrl|multiprocessing)\.\w")
-"""A command of these packages: a program of Ray, a script in its folder, or a module after -m or -c."""
+"""A command of these packages: a program in a folder `ray`, or a module of one of the packages, as after -m or -c."""
 RAY_DAEMONS = ("raylet", "gcs_server")
 ENGINE = "VLLM::"
 """Prefix of the names that vLLM gives its processes."""
@@ -366,8 +366,8 @@ def _named(process: psutil.Process) -> str:
 
 def _processes_of(directory: Path, info: RunInfo) -> list[psutil.Process]:
     """Returns the processes that may be ended as remains of a run. They are this user's, write their output into the
-    session folder of the run's Ray, and are younger than the run. They run a program of Ray, vLLM or asyncrl, or are
-    descendants of such a process."""
+    session folder of the run's Ray, and are younger than the run. They run a program of Ray, vLLM, asyncrl or
+    multiprocessing, or are descendants of such a process."""
     folder = _session_of(directory, info)
     if folder is None:
         return []
@@ -403,7 +403,8 @@ def _session_of(directory: Path, info: RunInfo) -> str | None:
 
 
 def _is_of_a_run(process: psutil.Process) -> bool:
-    """Returns whether a process runs a program of Ray, vLLM or asyncrl."""
+    """Returns whether the name or the command of a process is one of Ray, vLLM, asyncrl or Python's multiprocessing,
+    which starts some processes of a run. Other programs may use multiprocessing too."""
     try:
         command = " ".join(process.cmdline())
     except psutil.Error:

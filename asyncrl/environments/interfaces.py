@@ -144,7 +144,7 @@ def _with_tools(section: EnvironmentSection) -> RewardFunction:
     if scoring.form.agent:
         raise ConfigError(
             f"environment.tools: has no effect with environment.name = {section.name}, which makes its own calls to "
-            "the model; remove it, or set environment.reward"
+            "the model; remove it, or set environment.reward, which then scores instead of that environment"
         )
     from asyncrl.environments.tools import ToolAgent
 

@@ -192,7 +192,7 @@ class Scorer:
             while form.asynchronous and not form.agent and completions < AWAITED_AT_ONCE:
                 waiting = self._line.get_nowait()
                 if waiting is None:
-                    self._line.put(None)  # the end mark, which the next `get` must find
+                    self._line.put(None)  # an end mark: it ends a thread, so a thread's next `get` must find it
                     break
                 if waiting.begin():
                     taken.append(waiting)

@@ -113,8 +113,8 @@ class ChatCall(_OpenAICall, frozen=True, kw_only=True):
         return conversation.call(self.messages, tools=self.tools or (), retry=retry)
 
     def answer(self, turn: Turn, *, model: str, number: int) -> dict[str, Any]:
-        """Returns the body of the answer to a call whose turn is answered. `number` is that of the turn in the
-        session."""
+        """Returns the body of the HTTP response to a call. `turn` has the model's answer. `number` is the index of the
+        turn in the session."""
         assert turn.answer is not None, "the turn is answered"
         reason = "tool_calls" if turn.answer.get("tool_calls") else _reason(turn)
         choice = {"message": turn.answer, "finish_reason": reason}
@@ -161,8 +161,8 @@ class TextCall(_OpenAICall, frozen=True, kw_only=True):
         return conversation.call_with_text(prompt, stop=stop, first_token=first_token, retry=retry)
 
     def answer(self, turn: Turn, *, model: str, number: int) -> dict[str, Any]:
-        """Returns the body of the answer to a call whose turn is answered. `number` is that of the turn in the
-        session."""
+        """Returns the body of the HTTP response to a call. `turn` has the model's answer. `number` is the index of the
+        turn in the session."""
         choice: dict[str, Any] = {
             "text": str((turn.answer or {}).get("content") or ""),
             "finish_reason": _reason(turn),
@@ -214,7 +214,8 @@ class TokenCall(msgspec.Struct, frozen=True, kw_only=True):
         return conversation.call_with_tokens(self.token_ids, retry=retry)
 
     def answer(self, turn: Turn, *, model: str, number: int) -> dict[str, Any]:
-        """Returns the body of the answer to a call whose turn is answered. `number` is that of the turn in the session.
+        """Returns the body of the HTTP response to a call. `turn` has the model's answer. `number` is the index of the
+        turn in the session.
 
         Each log-prob is written in both forms that clients read: `token_id` as vLLM 0.32 has it, and `token` with the
         text `token_id:N`, which the package renderers demands. `weight_versions` are spans over the sampled tokens.

@@ -145,8 +145,8 @@ def prefix_of(
 
 
 def joined(turns: Sequence[tuple[int, PartialCompletion]]) -> PartialCompletion:
-    """Returns the answers of one agent's sample, one after the other, as one PartialCompletion. `turns` has pairs (id
-    of the call, answer), and each answer has at least one token."""
+    """Returns the answers of one agent's sample, one after the other, as one PartialCompletion. `turns` has a pair for
+    each answer: the id of the call that it answers, and the answer. Each answer has at least one token."""
     answers = [answer for _, answer in turns]
     supports = [answer.supports for answer in answers if answer.supports is not None]
     return PartialCompletion(

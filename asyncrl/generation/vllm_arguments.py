@@ -117,7 +117,8 @@ def engine_arguments(
 
 
 def _cpu_arguments(config: Config, *, sequences: int) -> dict[str, Any]:
-    """Returns the arguments of an engine on CPUs that decodes up to `sequences` sequences at once."""
+    """Returns the arguments that `engine_arguments` adds for an engine on CPUs. The engine decodes up to `sequences`
+    sequences at once."""
     generator = config.generator
     alone = dotted("UniProcExecutor")
     return {
@@ -137,7 +138,8 @@ def _cpu_arguments(config: Config, *, sequences: int) -> dict[str, Any]:
 
 
 def _gpu_arguments(config: Config, device: Device, *, sequences: int) -> dict[str, Any]:
-    """Returns the arguments of an engine on GPUs that decodes up to `sequences` sequences at once."""
+    """Returns the arguments that `engine_arguments` adds for an engine on GPUs. The engine decodes up to `sequences`
+    sequences at once."""
     generator, own = config.generator, config.generator.engine_args
     # vLLM would lower its own default to a step of all sequences with all of their tokens. It refuses a budget in which
     # not every sequence has a token, and without chunked prefill one into which the longest prompt does not fit.

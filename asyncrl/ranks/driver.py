@@ -67,11 +67,11 @@ class RowsInHand:
 
 
 class RankDriver(Generic[WorkerT]):
-    """The model at `model_path` (default: `config.model.path`) on `config.learner.ranks` ranks.
+    """Operates the model at `model_path` (default: `config.model.path`) on `config.learner.ranks` ranks.
 
     `start`, or the first call that needs them, starts the ranks. With `weights_path`, and optionally `optimizer_path`,
-    they begin with the checkpoint that `save_checkpoint` wrote there. The calls `*_from_meta` need `rows`, the access
-    to a data plane. `make_ranks` makes the `RankGroup`.
+    they begin with the checkpoint that `save_checkpoint` wrote there. The calls `*_from_meta`, whose `meta` names rows
+    on a data plane, need `rows`, the access to it. `make_ranks` makes the `RankGroup`.
     """
 
     _worker: type[WorkerT]

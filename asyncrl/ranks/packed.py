@@ -67,10 +67,11 @@ class Segments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """The rows as one sequence of N tokens. Token s of row b is at position `places_BS[b, s]` of the sequence. Beyond
-    the row's end, the entry is a valid position without a meaning. `before_N` has the position of the token before each
-    token; for the first token of a row, 0. `support_NC` has the support of each token, if the rows have supports: the
-    tokens among which it was sampled."""
+    """The rows as one sequence of N tokens. First tokens that several rows share are in the sequence once, and rows of
+    one shape are neighbours. Token s of row b is at position `places_BS[b, s]` of the sequence. Beyond the row's end,
+    the entry is a valid position without a meaning. `before_N` has the position of the token before each token; for the
+    first token of a row, 0. `support_NC` has the support of each token, if the rows have supports: the tokens among
+    which it was sampled."""
 
     input_ids_1N: torch.Tensor
     position_ids_1N: torch.Tensor

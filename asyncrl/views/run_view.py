@@ -146,7 +146,8 @@ class RunView:
 
     @property
     def heldout(self) -> dict[str, list[HeldoutReward]]:
-        """The evaluations of each held-out set that have a reward, in order."""
+        """The evaluations of each held-out set, in the order of `evals`. Evaluations without a reward are left out, and
+        so are sets that have no others."""
         found: dict[str, list[HeldoutReward]] = {record.name: [] for record in self.evals}
         for record in self.evals:
             if record.reward_mean is not None:

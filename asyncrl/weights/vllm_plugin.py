@@ -123,11 +123,12 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: dict[str, Any]) -> None:
-        """Applies a part of an update. `update_info` is a dict of Python's built-in types, with these fields:
+        """Applies an update, or a part of one. `update_info` is a dict of Python's built-in types. Its fields say where
+        the tensors are:
 
-        - Mapped: the `path` of a file, its size `nbytes`, and `tensors`, the `TensorEntry` of each tensor in it.
-        - Received: `received`, the version that `receive` got last, as text.
-        - Shared: `shared`, a `SharedGroup` for each `device_key`.
+        - In a file to map: its `path`, its size `nbytes`, and `tensors`, the `TensorEntry` of each tensor in it.
+        - In this worker, which got them by `receive` before: `received`, their version as text.
+        - In memory of the learner: `shared`, which maps the `device_key` of each device to a `SharedGroup`.
         """
         preparing, self._preparing = self._preparing, None
         if preparing is not None:

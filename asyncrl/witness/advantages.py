@@ -29,8 +29,8 @@ class Scored:
 
 
 def shaped(reward: float, *, tokens: int, truncated: bool, limit_tokens: int, buffer_tokens: int) -> float:
-    """Returns a reward with the soft penalty on overlong samples (DAPO, 2503.14476, eq. 13): −1 for a truncated sample,
-    else from 0 to −1 over the last `buffer_tokens` tokens before the limit."""
+    """Returns a reward plus the soft penalty on overlong samples (DAPO, 2503.14476, eq. 13). The penalty is −1 for a
+    truncated sample. Otherwise it falls linearly from 0 to −1 over the last `buffer_tokens` tokens before the limit."""
     if truncated:
         return reward - 1
     return reward - min(max((tokens - (limit_tokens - buffer_tokens)) / buffer_tokens, 0.0), 1.0)
