@@ -143,7 +143,7 @@ def _with_tools(section: EnvironmentSection) -> RewardFunction:
     scoring = build_reward(section.model_copy(update={"tools": [], "mcp_servers": []}))
     if scoring.form.agent:
         raise ConfigError(
-            f"environment.tools: has no effect with environment.name = {section.name}, which makes its own calls to "
+            f"{section.tools_key}: has no effect with environment.name = {section.name}, which makes its own calls to "
             "the model; remove it, or set environment.reward, which then scores instead of that environment"
         )
     from asyncrl.environments.tools import ToolAgent

@@ -136,8 +136,7 @@ class TextCall(_OpenAICall, frozen=True, kw_only=True):
     logprobs: int | None = None
 
     def not_supported(self) -> str:
-        """Returns the arguments that ask for what the gateway cannot do, e.g. `echo = True`; empty if there are none.
-        """
+        """Returns the arguments that ask for what the gateway cannot do, e.g. `echo = True`; empty without any."""
         honoured = self._honoured | {
             "best_of": self.best_of in (None, 1),
             "echo": not self.echo,

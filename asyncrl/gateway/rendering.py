@@ -66,8 +66,7 @@ class Renderer:
         self._closings: dict[tuple[str, bool], list[int] | str] = {}
 
     def end_of(self, *, called: bool) -> int:
-        """Returns the token with which the template ends a turn of the model; with `called`, a turn that calls a tool.
-        """
+        """Returns the token with which the template ends a turn of the model. With `called`, the turn calls a tool."""
         try:
             closing = self._closing("tool" if called else "user", called=called)
         except REFUSALS:

@@ -162,7 +162,9 @@ def test_two_rewards_need_two_names_and_reward_is_not_set_beside_them() -> None:
 
 def test_options_that_a_reward_does_not_take_are_refused_with_its_name() -> None:
     rewards = [{"name": "format", "fn": "regex", "options": {"patern": "x"}}]
-    with pytest.raises(ConfigError, match=r"environment\.rewards\.format\.options: the reward regex cannot take them .*patern"):
+    with pytest.raises(
+        ConfigError, match=r"environment\.rewards\.format\.options: the reward regex cannot take them .*patern"
+    ):
         build_reward(EnvironmentSection.model_validate({"rewards": rewards}))
     for fn, missing, options in (
         ("regex", "pattern", "pattern, whole, generation_prompt"),
