@@ -19,7 +19,6 @@ The checks of a step, in the order in which a reader should look at them: a late
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -370,7 +369,7 @@ class _Witness:
         before = values = self._model.values()
         norms = []
         left = [
-            replace(each, stale=each.stale + rows[n].unusable) if n in rows else each
+            each._replace(stale=each.stale + rows[n].unusable) if n in rows else each
             for n, each in enumerate(completions)
         ]
         for update, of_update in enumerate(counts(left, kept, rows_per_update=size, config=self._config)):

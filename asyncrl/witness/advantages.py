@@ -7,9 +7,10 @@ Python's floats, one sample or token after the other.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean
+from typing import NamedTuple
 
 from asyncrl.witness.objective import Axes
 
@@ -18,14 +19,13 @@ EQUAL = 1e-12
 of squares: that of the whole group, or of the values themselves."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
+class Scored(NamedTuple):
     """One sample with a reward: the id of its prompt group, its length, and its reward in total and by component."""
 
     group: int
     reward: float
     tokens: int
-    components: Mapping[str, float] = field(default_factory=dict)
+    components: Mapping[str, float] = {}
 
 
 def shaped(reward: float, *, tokens: int, truncated: bool, limit_tokens: int, buffer_tokens: int) -> float:

@@ -3,7 +3,7 @@ advantages."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +15,7 @@ OF_TOTALS: Axes = {"baseline": "group_mean", "rewards": "total", "length_penalty
 """The axes by which a group counts as equal if the estimator is the user's own: its total rewards are all equal."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class Completion(NamedTuple):
     """One sample of a lease. `reward` is None if it failed. `stale` is the number of its tokens that are too old to
     train. A component that it lacks counts as 0."""
 
@@ -25,7 +24,7 @@ class Completion:
     tokens: int
     stale: int
     truncated: bool
-    components: Mapping[str, float] = field(default_factory=dict)
+    components: Mapping[str, float] = {}
 
 
 def trained(completions: Sequence[Completion], *, axes: Axes | None, config: Config) -> list[bool]:
