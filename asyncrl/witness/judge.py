@@ -77,7 +77,8 @@ class Finding:
         size = f"this is {self.ratio:.3g} times what is accepted" if math.isfinite(self.ratio) else "none is accepted"
         cause = "It is a bug of asyncrl or of a library: report it with the run's directory"
         if self.kind != FORMULA:
-            cause = f"It is a bug of your function, or of asyncrl (compared by: {self.kind})"
+            key = "algorithm.advantage" if self.check == "advantages" else "algorithm.loss"
+            cause = f"It is a bug of your function, {key}, or of asyncrl (compared by: {self.kind})"
         return (
             f"an update is not the one that the configuration describes. The witness's check `{self.check}` found: "
             f"{self.words}; {size}. {cause}. `witness.on_failure` says whether training goes on"

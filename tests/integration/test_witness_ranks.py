@@ -112,7 +112,7 @@ def test_a_mistake_in_a_loss_of_the_users_own_is_found(
     assert finding.failed
     assert not any(other.failed for check, other in found.items() if check != "coefficients"), "one error is enough"
     assert MISTAKEN[name][1] in finding.message
-    assert "It is a bug of your function, or of asyncrl" in finding.message
+    assert "It is a bug of your function, algorithm.loss, or of asyncrl" in finding.message
 
 
 @pytest.mark.parametrize("world", WORLDS)

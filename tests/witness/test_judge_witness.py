@@ -36,8 +36,9 @@ def test_the_message_says_how_large_a_difference_is_and_whose_bug_it_may_be() ->
     other = steps_finding(3, expected=4)
     assert "it has made 4; none is accepted. It is a bug of asyncrl" in other.message
     assert "inf" not in other.message
-    own = Finding(check="coefficients", ratio=2.0, kind="own function, the group alone")
-    assert "It is a bug of your function, or of asyncrl (compared by: own function, the group alone)" in own.message
+    for check, key in (("coefficients", "algorithm.loss"), ("advantages", "algorithm.advantage")):
+        own = Finding(check=check, ratio=2.0, kind="own function")
+        assert f"It is a bug of your function, {key}, or of asyncrl (compared by: own function)" in own.message
 
 
 def test_the_worst_finding_of_each_check_is_kept_and_a_number_that_is_none_is_worst() -> None:
