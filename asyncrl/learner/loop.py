@@ -264,12 +264,7 @@ class LearnerLoop:
         The policy was not trained. The prompts of the lost groups are generated again, as new attempts. The other
         groups are leased again. Returns the learner's unchanged version.
         """
-        logger.warning(
-            "step %d was not trained, because rows were lost: %s; their groups are generated again, and the step is "
-            "repeated",
-            lease.step,
-            lost,
-        )
+        logger.warning("step %d is repeated, and its lost groups are generated again: %s", lease.step, lost)
         keys = {group_of(sample): None for sample in lost.sample_ids}
         await self.coordinator.call(Coordinator.give_back, lease.incarnation, lease.step)
         await self.coordinator.call(Coordinator.rows_lost, lease.incarnation, list(keys))
