@@ -786,7 +786,8 @@ class Groups:
     # --- fates, and the account ---------------------------------------------------------------------------------
 
     def settle(self, slot: Slot, fate: Fate, *, tokens: int = 0) -> None:
-        """Counts a final fate of a group's attempt. `tokens` are those of a group that was not committed."""
+        """Counts the final fate of an attempt at a group, such as `Fate.TRAINED`. `tokens` is the number of tokens of a
+        group that was not committed: its slot counts none."""
         ticket = slot.ticket
         self.ledger.settle(EndedGroup(ticket.group, ticket.attempt, fate, self.limits.group_size, slot.tokens + tokens))
 

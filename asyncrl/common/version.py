@@ -44,7 +44,8 @@ class Version(msgspec.Struct, frozen=True, order=True):
 
 
 class Lineage(msgspec.Struct, frozen=True):
-    """The branch points of a run's incarnations. `branches[i]` is the version from which incarnation i + 2 began."""
+    """The branch points of a run's learners. `branches[i]` is the version from which the learner of incarnation i + 2
+    began."""
 
     branches: tuple[Version, ...] = ()
 

@@ -310,8 +310,9 @@ class Coordinator:
     ) -> Renewal:
         """Receives the state of an actor, and the changes of its tickets. Renews its tickets.
 
-        Returns the keys of named tickets that have ended without a commit, so that the actor ends their rollouts. If
-        the answer has `must_end`, the actor ends itself. A heartbeat that was overtaken by a newer one changes nothing.
+        Returns the keys of tickets in `held` that have ended without a commit, so that the actor ends their rollouts.
+        If the answer has `must_end`, the actor ends itself. A heartbeat that was overtaken by a newer one changes
+        nothing.
         """
         refused = self.buffer.fleet.refusal(actor)
         renewal = self.buffer.renew(actor, held=held, version=version)

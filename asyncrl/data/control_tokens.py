@@ -90,7 +90,7 @@ class ControlTokens:
 
 def with_control_tokens(tasks: Sequence[Task], tokenizer: Any) -> list[tuple[Task, str]]:
     """Returns the tasks whose text has a control token, or the words that the chat template writes around a message.
-    Each task comes with its first control token, or with the words if it has no such token."""
+    Each task comes with its first control token. Without one, it comes with the words before a message."""
     tokens = ControlTokens(tokenizer)
     found = ((task, tokens.first_in(task)) for task in tasks)
     return [(task, token) for task, token in found if token is not None]

@@ -608,8 +608,9 @@ class GeneratorDeployment:
             if status.state in (RunState.FINISHED, RunState.FAILED):
                 logger.info("the run is %s", status.state)
                 return
-            # A learner that closes the run evaluates and saves, and one that restores a checkpoint loads it. Both may
-            # take longer than the limit. Before the first step, the learner may be started much later.
+            # `run.stall_timeout_s` limits the time without progress. A learner that closes the run evaluates and saves,
+            # and one that restores a checkpoint loads it. Both may take longer. Before the first step, the learner may
+            # be started much later than the replicas.
             left = not status.learner_attached and status.version.step > 0
             may_stall = status.state is RunState.RUNNING or left
             if may_stall and status.quiet_s > self._config.run.stall_timeout_s:

@@ -117,7 +117,7 @@ class Turn:
         return self.length + (len(self.reply.token_ids) if self.reply is not None else 0)
 
     def begins(self, history: tuple[str, ...], tools: str) -> bool:
-        """Returns True if a call with this history and these tools continues the model's answer."""
+        """Returns True if `history` begins with this turn's messages and its answer, and the tools are the same."""
         messages = len(self.history)
         return (
             self.reply is not None

@@ -165,7 +165,7 @@ class WeightUpdates:
                 continue
             except (TornReplica, ParityError) as error:
                 self._metrics.weight_update(outcome="torn", phase_seconds={})
-                logger.error("replica %s starts no rollout until a whole weight update succeeds: %s", self._name, error)
+                logger.error("replica %s starts no rollout until another weight update succeeds: %s", self._name, error)
                 await self._mark_torn(error, replica)
                 # Only a whole update repairs a torn replica. `newest = None` below makes the store give the same
                 # version again, or a newer one.

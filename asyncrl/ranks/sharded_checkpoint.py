@@ -253,9 +253,13 @@ def _check_shared(path: Path, *, group: dist.ProcessGroup) -> None:
     apart = next((rank for rank, files in enumerate(seen) if files != seen[0]), None)
     if apart is not None:
         raise CheckpointError(
-            f"{path}: rank 0 sees the files {sorted(seen[0])}, but rank {apart} sees {sorted(seen[apart])}; name a "
+            f"{path}: rank 0 sees the files {_sizes(seen[0])}, but rank {apart} sees {_sizes(seen[apart])}; name a "
             "path on a file system that all ranks share"
         )
+
+
+def _sizes(files: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} ({size} bytes)" for name, size in sorted(files.items())) or "no files"
 
 
 class _Found(NamedTuple):

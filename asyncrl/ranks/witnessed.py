@@ -147,9 +147,12 @@ def drawn_rows(parts: Sequence[BatchedDataDict]) -> list[BatchedDataDict]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainSequence:
-    """A sequence as a model sees it: a row, or a branch of one. `number` is the row's index within the drawn group.
-    Two lists have one entry for each token but the first: `supports` the ids of its support, if the rows have supports,
-    and `row_places` its place among the next tokens of its row."""
+    """A sequence as a model sees it: a row, or a branch of a row. `number` is the row's index within the
+    drawn group, which the witness computes again.
+
+    Two lists have one entry for each token but the first. `supports` has the ids of the tokens among which it was
+    sampled, if the rows have supports. `row_places` has its index in the row, minus 1.
+    """
 
     number: int
     tokens: list[int]

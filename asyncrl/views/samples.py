@@ -56,7 +56,8 @@ def steps_with_samples(folder: Path) -> list[int]:
 
 def samples_of_step(folder: Path, step: int) -> list[SampleRecord]:
     """Returns the samples of a step that has a file of samples, in their order. Raises RunError for a sample whose
-    numbers of tokens contradict each other: the views would make a list of the larger number."""
+    numbers of tokens contradict each other: the views make lists of these lengths, so a wrong one may fill the
+    memory."""
     path = folder / "samples" / f"step-{step}.jsonl"
     samples = read_lines(path, SampleRecord, inside=folder)
     for number, sample in enumerate(samples, start=1):

@@ -56,7 +56,7 @@ def decode(base: Bytes, delta: Bytes) -> Bytes:
     length = int(delta[:8].view(np.uint64)[0])
     end = 8 + length * ELEMENT.itemsize
     if end > delta.nbytes:
-        raise ValueError(f"a delta of {delta.nbytes} bytes cannot have {length} elements")
+        raise ValueError(f"a delta of {delta.nbytes} bytes is too short for its {length} elements")
     counts = delta[end:]
     is_element = counts != SKIP
     if int(is_element.sum()) != length:

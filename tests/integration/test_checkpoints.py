@@ -247,4 +247,5 @@ def test_ranks_that_write_to_different_disks_are_told_so(folder: Path) -> None:
     for ranks in results(folder, "saved", 2):
         kind, message = ranks["faults"]["apart"]["error"]
         assert kind == "CheckpointError"
+        assert " bytes)" in message
         assert "a file system that all ranks share" in message
