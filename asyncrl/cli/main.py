@@ -28,7 +28,7 @@ from asyncrl.shown_text import shown
 
 SUPERVISED = ("up", "resume", "learner")
 """The commands that are started again after their process has died, or after an error that a restart may fix."""
-READERS = ("status", "top", "scale", "down", "audit", "samples", "export", "report", "compare")
+READERS = ("status", "top", "stacks", "scale", "down", "audit", "samples", "export", "report", "compare")
 """The commands that use the files of a run, which may be damaged or of another person. An error that such files can
 cause is shown in one sentence."""
 LONGEST_PROBLEM = 300
@@ -53,6 +53,7 @@ COMMANDS: dict[str, str] = {
     "init": "Write a first configuration for your model and your data.",
     "status": "Show the state of a run.",
     "top": "Watch a run live.",
+    "stacks": "Show what each process of a run does at this moment.",
     "scale": "Change the number of generators of a running run.",
     "down": "End a run, or clean up after a run that was killed.",
     "audit": "Check from a run's files that nothing was lost or repeated.",

@@ -284,6 +284,19 @@ def remains_of(directory: Path) -> Remains:
     return Remains(processes=processes, shared_memory=sorted(_files_of(info, processes)))
 
 
+def living_processes(directory: Path) -> list[psutil.Process]:
+    """Returns the processes of a run that lives on this machine: its command, and all processes of the Ray that the
+    command started. Returns an empty list if the command is gone or on another host."""
+    info = known_info(directory)
+    if info is None or not _lives(directory, info):
+        return []
+    found: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):  # the command has just ended
+        command = psutil.Process(info.pid)
+        found = [command, *command.children(recursive=True)]
+    return list(dict.fromkeys([*found, *_processes_of(directory, info)]))
+
+
 def clear(directory: Path) -> list[str]:
     """Ends the processes and removes the files of a run whose process is gone, and records its end in run.json and in
     the report.

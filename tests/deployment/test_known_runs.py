@@ -244,7 +244,7 @@ def test_a_run_that_is_not_there_is_answered_with_those_that_are() -> None:
         check_there(named_run(Path("zzz")))
 
 
-@pytest.mark.parametrize("command", ["status", "top", "report", "down"])
+@pytest.mark.parametrize("command", ["status", "top", "stacks", "report", "down"])
 @pytest.mark.usefixtures("in_tmp_path", "no_ray")
 def test_every_command_about_a_run_that_is_not_there_says_which_are(command: str) -> None:
     record(Path("runs"), "quick", **ENDED)
@@ -301,7 +301,7 @@ def test_at_an_address_that_the_user_names_the_cluster_is_asked_first() -> None:
     assert "no Ray cluster answers" in unanswered
 
 
-@pytest.mark.parametrize("command", ["status", "top"])
+@pytest.mark.parametrize("command", ["status", "top", "stacks"])
 @pytest.mark.usefixtures("no_ray")
 def test_a_dead_run_is_called_dead(command: str, tmp_path: Path) -> None:
     path, pid = dead_run(tmp_path, steps=3, saved=(2,))

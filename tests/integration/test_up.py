@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from conftest import PPO, QUICKSTART, Command, Run, engines_of, small_overrides
+from conftest import PPO, QUICKSTART, Command, Run, engines_of, in_this_process, small_overrides
 from kills import ray_session
 from prometheus_server import PrometheusServer, free_port
 from queries import concrete, panel_questions, parsed, rule_questions, selectors
@@ -58,10 +58,12 @@ WARM_UP_STEPS = 4
 
 class WatchedRun(NamedTuple):
     """A run that has ended, and the Prometheus that scraped it. `served` is the learner's answer to `GET /sd`. `second`
-    are exit code and output of a second run on the same directory, which was started while the first one lived."""
+    are exit code and output of a second run on the same directory, and `stacks` is the output of `asyncrl stacks`. Both
+    commands ran while the run lived."""
 
     path: Path
     second: tuple[int, str]
+    stacks: str
     prometheus: PrometheusServer | None
     served: list[dict[str, Any]]
     since_s: float
@@ -123,9 +125,10 @@ def watched(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         finally:
             second.end()
         command.wait_for(all_are_seen, timeout_s=600, what="an engine, and the same targets in the file and over HTTP")
+        stacks = in_this_process("stacks", str(run))
         assert command.wait(600) == 0, command.output()[-4000:]
         assert not engines_of(session), "an engine outlived its run"
-        yield WatchedRun(run, refused, prometheus, served, since_s, time.time())
+        yield WatchedRun(run, refused, stacks, prometheus, served, since_s, time.time())
     finally:
         command.end()
         if prometheus is not None:
@@ -168,6 +171,20 @@ def test_an_asynchronous_run_keeps_its_promises(watched: WatchedRun) -> None:
     for path in kept:
         exported, _ = complete(path / "hf")
         assert {"model.safetensors", "config.json", "tokenizer.json"} <= {file.name for file in exported.iterdir()}
+
+
+def test_the_stacks_of_all_of_its_processes_are_shown_while_it_lives(watched: WatchedRun) -> None:
+    titles = [line for line in watched.stacks.splitlines() if line.startswith("--- ")]
+    for part in (
+        "-m asyncrl up",
+        "RankActor",
+        "GeneratorActor",
+        "CoordinatorActor",
+        "VLLM::EngineCore",
+        "scoring_worker",
+    ):
+        assert any(part in title for title in titles), f"{part} in {titles}"
+    assert "run_until_done (asyncrl/deployment/launch.py" in watched.stacks
 
 
 SLACK_S = 0.5

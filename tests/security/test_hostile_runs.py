@@ -37,7 +37,7 @@ OF_EVERY_INPUT: Commands = (
     ("export", "runs/evil", "weights", "--at", "best"),
 )
 BY_TURNS: Sequence[Commands] = (
-    (("report", "runs/evil"), ("config", "show", "-c", "runs/evil/config.yaml")),
+    (("report", "runs/evil"), ("config", "show", "-c", "runs/evil/config.yaml"), ("stacks", "runs/evil")),
     (("compare", "runs/good", "runs/evil"), ("top", "runs/evil", "--once"), ("samples", "runs/evil")),
     (("status", "runs/evil", "--json"), ("export", "runs/evil", "weights"), ("down", "runs/evil")),
 )
