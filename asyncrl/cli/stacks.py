@@ -42,8 +42,8 @@ def stacks(
             say(ended)
             return
         info = as_it_is(directory)
-        where = f"{info.host}, so run this command there" if info is not None else "another machine"
-        raise RunError(f"run {directory.name} has no process here; it is on {where}")
+        where = f"it is on {info.host}, so run this command there" if info is not None else "it has no run.json"
+        raise RunError(f"run {directory.name} has no process here; {where}")
     program = _py_spy()
     failed = [problem for process in processes if (problem := _print_stacks(process, program, native=native))]
     print_warnings(failed)

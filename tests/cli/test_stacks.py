@@ -69,6 +69,12 @@ def test_a_run_of_another_machine_names_it(tmp_path: Path) -> None:
     assert "has no process here; it is on node-7, so run this command there" in answer.stderr
 
 
+def test_a_directory_without_a_run_says_so(tmp_path: Path) -> None:
+    answer = CliRunner().invoke(app, ["stacks", str(tmp_path)])
+    assert answer.exit_code == 1
+    assert "has no process here; it has no run.json" in answer.stderr
+
+
 def test_without_py_spy_the_error_says_what_to_install(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(run / "python"))
     monkeypatch.setenv("PATH", str(run))
