@@ -144,7 +144,7 @@ def main() -> None:
         parameters = make_model(folder / "model")
         print(f"{parameters / 1e6:.0f} million parameters, {arguments.ranks} ranks, AdamW, float32")
         config = Config.model_validate({"learner": {"ranks": arguments.ranks, "collective_timeout_s": 300.0}})
-        ray.init(num_cpus=arguments.ranks, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=arguments.ranks, include_dashboard=False, log_to_driver=False)
         policy = Policy(config, model_path=str(folder / "model"))
         try:
             policy.start()

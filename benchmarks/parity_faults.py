@@ -16,7 +16,8 @@ importance weight; what the probe and the sampled tokens say if this is the firs
 probe, and mean, root mean square and largest difference of the sampled tokens, nats.
 
 --qwen2 makes a model of Qwen2's form with 24 layers, random weights and random biases. --healthy N plants nothing: it
-loads N updates, each after a small training step, with two short samples, and counts those that a check refuses.
+loads N updates with two short samples each, and counts those that a check refuses. Every twentieth update is a training
+step. In the others each weight moves by the learning rate, up or down at random, as in AdamW's first step.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from typing import Any
 
 import ray
 import torch
+from torch.distributed.tensor import DTensor
 
 from asyncrl.algorithms.interfaces import LossInputType, LossType, masked_mean
 from asyncrl.common.version import Version
@@ -54,6 +56,7 @@ EXAMPLES = "3 + 4 = 7\n11 + 6 = 17\n8 + 8 = 16\n"
 PROBE_TASKS, PROMPTS, SAMPLES, NEW_TOKENS = 4, 24, 4, 24
 COLUMNS = ("live", "probe", "size", "importance", "first", "probe nats", "mean nats", "rms nats", "max nats")
 RARE_NATS, TOO_HIGH_NATS = -5.0, 3.0
+TRAINED_EVERY = 20
 
 
 class NegativeLogLikelihood:
@@ -224,6 +227,15 @@ def weights_of(worker: PolicyWorker) -> Weights:
     return {name: tensor.clone() for name, tensor in worker.gather_weights()}
 
 
+def move_weights(worker: PolicyWorker, rate: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in worker.model.parameters():
+            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            ups = torch.randint(0, 2, own.shape, generator=generator, dtype=torch.int8)
+            own.add_(ups.to(own.dtype).mul_(2.0).sub_(1.0), alpha=rate)
+
+
 def mixed(new: Weights, old: Weights, is_old: Callable[[str], bool]) -> Weights:
     return {name: old[name] if is_old(name) else tensor for name, tensor in new.items()}
 
@@ -308,9 +320,12 @@ async def with_faults(bench: Bench, steps: int) -> None:
 async def healthy(bench: Bench, updates: int) -> None:
     """Loads healthy updates, and prints how many were refused and the largest share of a limit of each check."""
     largest = dict.fromkeys(("probe", "size", "importance"), 0.0)
-    refused, started_s = 0, time.monotonic()
+    refused, started_s, rate = 0, time.monotonic(), bench.config.learner.optimizer.learning_rate
     for update in range(updates):
-        await asyncio.to_thread(bench.train, 1, first=update, rows=1)
+        if update % TRAINED_EVERY == 0:
+            await asyncio.to_thread(bench.train, 1, first=update, rows=1)
+        else:
+            bench.policy.ranks.call(move_weights, rate, update)
         bench.publish()
         await bench.load(bench.published)
         found, *_ = await bench.checked(prompts=1, samples=2, tokens=8)
@@ -416,7 +431,7 @@ def main() -> None:
         steps = arguments.healthy or arguments.steps
         config = configured(path, dtype=arguments.dtype, steps=steps, lora=arguments.lora)
         prepare_environment(config)
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
         try:
             asyncio.run(run(config, arguments))
         finally:

