@@ -62,10 +62,10 @@ def check(files: ConfigFiles, overrides: Overrides, allow_public: AllowPublic = 
 def summary(config: Config) -> Iterator[str]:
     """Yields lines that say what a run of this configuration trains, and how."""
     learner, generator = config.learner, config.generator
-    datasets = ", ".join(dict.fromkeys(part.data.dataset for part in part_configs(config).values()))
+    sources = ", ".join(dict.fromkeys(_source(part) for part in part_configs(config).values()))
     samples = learner.groups_per_step * learner.group_size
     yield (
-        f"  trains {config.model.path}{'' if config.model.lora is None else ' with an adapter'} on {datasets}: "
+        f"  trains {config.model.path}{'' if config.model.lora is None else ' with an adapter'} on {sources}: "
         f"{learner.total_steps} steps of {learner.groups_per_step} prompts × {learner.group_size} completions = "
         f"{samples}, of at most {generator.max_completion_tokens} tokens each"
     )
@@ -77,6 +77,14 @@ def summary(config: Config) -> Iterator[str]:
         f"  {generator.replicas} generator replicas, {learner.ranks} learner ranks; everything is written to "
         f"{config.run.dir / config.run.name}"
     )
+
+
+def _source(part: Config) -> str:
+    """Returns where the prompts of `part` come from: the environment, the path of a file, the name of a dataset of the
+    Hub, or the import path of a function."""
+    if part.data.dataset == "environment":
+        return part.environment.name
+    return part.data.dataset if part.data.path is None else str(part.data.path)
 
 
 @app.command()

@@ -265,7 +265,9 @@ def doctor(
         float | None,
         typer.Option(min=0.1, help="--plan: memory of a node, GiB. Default: this machine's; with GPUs 1024."),
     ] = None,
-    gpu_gib: Annotated[float, typer.Option(min=1, help="--plan: memory of a GPU, GiB.")] = 80.0,
+    gpu_gib: Annotated[
+        float, typer.Option(min=1, help="--plan: memory of a GPU, GiB (the total of nvidia-smi).")
+    ] = 80.0,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="--plan: GPUs of a node.")] = 8,
 ) -> None:
     """Check this machine: packages, memory, processes of old runs. Exits with status 1 if a run cannot work here.
@@ -275,7 +277,7 @@ def doctor(
 
     \b
       asyncrl doctor
-      asyncrl doctor --plan -c eight_gpus learner.ranks=4
+      asyncrl doctor --plan -c eight_gpus learner.ranks=4 generator.replicas=4
     """
     if plan:
         # The machine may lack the model's weights, the data and the GPUs. Only the model's config.json is needed.

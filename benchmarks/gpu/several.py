@@ -6,7 +6,8 @@
 
 Each check is a short run of the quickstart: ranks over NCCL, copies of shards (HSDP), an engine over several GPUs, and
 each transport of weights. A check passes if the run ends in order, has trained all of its steps, kept parity between
-engines and learner, and passes `asyncrl audit`. It takes one to two minutes. The command ends with 1 if a check fails.
+engines and learner, and passes `asyncrl audit`. A check takes about a minute, and all of them eight to ten minutes. Run
+the command before Ray starts. It does not test a second machine. The command ends with 1 if a check fails.
 
 The last lines are for a bug report: versions, GPUs and how they are connected, and the end of the log of each failed
 check.

@@ -9,6 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from asyncrl.cli import preflight
+from asyncrl.cli.config import summary
 from asyncrl.cli.main import app
 from asyncrl.config.load import load_config
 
@@ -46,6 +47,23 @@ def test_every_shipped_config_is_ok_on_stdout_with_notes_on_stderr(file: Path, m
     assert result.exit_code == 0
     assert result.stdout.startswith("ok\n  trains ")
     assert all(line.startswith("note: ") for line in result.stderr.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "source"),
+    [
+        ([], "reasoning_gym"),
+        (["data.dataset=jsonl", "data.path=rows.jsonl"], "rows.jsonl"),
+        (["data.dataset=hf", "data.path=owner/name"], "owner/name"),
+    ],
+)
+def test_the_summary_names_the_environment_or_the_file_or_the_dataset_of_the_hub(
+    overrides: list[str], source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"prompt": "ab", "answer": "ba"}\n' * 20)
+    [line, *_] = summary(load_config([QUICKSTART], overrides))
+    assert f" on {source}: " in line
 
 
 def test_check_says_that_a_chosen_loss_has_an_inert_clip_with_one_update_a_step() -> None:
