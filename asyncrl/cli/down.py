@@ -1,22 +1,44 @@
 """`asyncrl down`: ends a run, or the remaining processes of a run that was killed."""
 
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import typer
+
 from asyncrl.cli.options import RunningAddress, RunningRun, named_address
 from asyncrl.cli.terminal import print_warnings, say
-from asyncrl.errors import ClusterElsewhere, RunError
+from asyncrl.config.schema import RunSection
+from asyncrl.errors import AsyncRLError, ClusterElsewhere, RunError
+from asyncrl.learner.records import read_config
+
+CLOSE_S = 60.0
+"""Time beyond `run.shutdown_grace_s` that `down` waits for the end of a run, seconds."""
+KILLED_S = 10.0
+"""Time that a process has to end after a second signal, before it is killed, seconds."""
+
+Now = Annotated[
+    bool, typer.Option("--now", help="End the run at once: what it has trained since its newest checkpoint is lost.")
+]
 
 
-def down(run: RunningRun, address: RunningAddress = None) -> None:
+def down(run: RunningRun, address: RunningAddress = None, now: Now = False) -> None:
     """End a run, or clean up after a run that was killed.
 
-    The run's deployments learn that it has ended, and close. Then its shared actors end. If a run was killed, its
-    remaining processes are ended, its files are removed from /dev/shm, and run.json and the report record how it ended.
-    Only processes and files on this machine, and since its last boot, are ended and removed. A run that ended by itself
-    needs no `down`. A run that is being restarted at this moment may continue: call `down` again.
+    A run that lives ends as after Ctrl-C: the learner finishes its step and saves a checkpoint, and the generators
+    leave. The command waits for this. With --now the run ends at once. Then its shared actors end. If a run was killed,
+    its remaining processes are ended, its files are removed from /dev/shm, and run.json and the report record how it
+    ended. Only processes and files on this machine, and since its last boot, are ended and removed. A run that ended by
+    itself needs no `down`. A run that is being restarted at this moment may continue: call `down` again.
     """
-    from asyncrl.deployment.known_runs import as_it_is, check_there, clear, named_run, own_address
+    from asyncrl.deployment.known_runs import as_it_is, check_there, clear, named_run, own_address, process_of
     from asyncrl.deployment.local_clusters import use_ray_token
 
     directory, named = named_run(run), named_address(address)
+    grace_s = _grace_s(directory)
+    if named is None and (process := process_of(directory)) is not None:
+        _end_process(process, directory.name, grace_s=grace_s, now=now)
     lines = clear(directory)
     info = as_it_is(directory)
     running = info is not None and info.state == "running"
@@ -24,13 +46,15 @@ def down(run: RunningRun, address: RunningAddress = None) -> None:
     if named is not None or not ray_is_gone:
         use_ray_token()
         from asyncrl.deployment.cluster import join
-        from asyncrl.deployment.shared_actors import check_directory, end_run
+        from asyncrl.deployment.shared_actors import ask_to_end, check_directory, end_run
 
         try:
             where = named or own_address(directory, (info and info.ray_address) or "auto")
             join(where, namespace=directory.name, folder=directory.parent)
             if named is None and info is not None:
                 check_directory(directory, info.nonce)
+            if not now and not ask_to_end(directory.name, grace_s=grace_s):
+                raise _still_ending(directory.name, grace_s)
             if ended := end_run(directory.name):
                 lines.append(f"ended {', '.join(ended)}")
         except ClusterElsewhere as error:
@@ -43,3 +67,36 @@ def down(run: RunningRun, address: RunningAddress = None) -> None:
         if named is None and not lines:
             check_there(directory)
     say("\n".join(lines) or f"run {directory.name} had no processes and no files to remove")
+
+
+def _grace_s(directory: Path) -> float:
+    """Returns how long the run may take to end, seconds; for a directory that is elsewhere, by the default."""
+    try:
+        config = read_config(directory).run
+    except (OSError, AsyncRLError):
+        config = RunSection()
+    return config.shutdown_grace_s + CLOSE_S
+
+
+def _end_process(process: psutil.Process, name: str, *, grace_s: float, now: bool) -> None:
+    """Ends a run that lives on this machine by signals to its process."""
+    try:
+        process.send_signal(signal.SIGINT)
+        if now:
+            process.send_signal(signal.SIGTERM)  # another signal than the first is a second one
+            psutil.wait_procs([process], timeout=KILLED_S)
+            process.kill()
+            return
+        say(f"asked run {name} to end: it finishes its step and saves its weights")
+        process.wait(timeout=grace_s)
+    except psutil.NoSuchProcess:
+        return
+    except psutil.TimeoutExpired:
+        raise _still_ending(name, grace_s) from None
+
+
+def _still_ending(name: str, grace_s: float) -> RunError:
+    return RunError(
+        f"run {name} was asked to end, and has not ended after {grace_s:.0f} s: it may still save its weights. Wait "
+        f"and call `asyncrl down {name}` again, or end it at once: asyncrl down {name} --now"
+    )

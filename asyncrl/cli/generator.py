@@ -4,12 +4,16 @@ All output goes to the log on stderr, so that progress and errors have one forma
 """
 
 import logging
+import signal
 from functools import partial
+
+import typer
 
 from asyncrl.cli.options import Address, AllowPublic, ConfigFiles, Overrides, ray_address
 from asyncrl.cli.preflight import prepared
+from asyncrl.cli.restarts import PREEMPTED
 from asyncrl.cli.start import run_generators
-from asyncrl.common.roles import Role
+from asyncrl.common.roles import Role, RunState
 from asyncrl.deployment.launch import log_to, run_until_done
 
 logger = logging.getLogger(__name__)
@@ -23,7 +27,7 @@ def generator(
     A run may have several generator deployments, which can join and leave at any time. Each may have its own number of
     replicas, memory and GPUs (the keys with a star in docs/configuration.md). The command ends with the run. It ends
     cleanly on SIGTERM, on Ctrl-C, or when the terminal is closed. If a process that it needs has died, it ends with
-    exit code 75: start it again.
+    exit code 75: start it again. With 76 it, or the run's learner, was ended by SIGTERM: start both again to continue.
 
     \b
       asyncrl head      -c quickstart          # one terminal
@@ -32,6 +36,10 @@ def generator(
     """
     config, prompts = prepared(files, overrides, roles=[Role.GENERATOR], allow_public=allow_public)
 
+    signals: list[signal.Signals] = []
     with log_to(None):
-        run_until_done(partial(run_generators, config, address=ray_address(config, address), prompts=prompts))
+        run = partial(run_generators, config, address=ray_address(config, address), prompts=prompts)
+        state = run_until_done(run, asked=signals.append)
         logger.info("generators ended")
+    if state is RunState.PREEMPTED or signal.SIGTERM in signals:
+        raise typer.Exit(PREEMPTED)

@@ -194,11 +194,11 @@ def print_outcome(summary: "Summary | None", run_dir: Path, *, config: Config, a
     """Prints the last lines of a run: totals, report, weights, and the command that resumes it or continues the
     training.
 
-    `again` is the command that started the run, without `asyncrl`. Exits with status 1 if the run trained no step.
+    `again` is the command that started the run, without `asyncrl`. `summary` is None if the run trained no step.
     """
     if summary is None:
         say("the run ended before a step was trained", err=True)
-        raise typer.Exit(1)
+        return
     from asyncrl.views.outcome import best_line, lines_to_go_on, totals_lines, weights_lines
 
     say("\n".join(totals_lines(summary, total_steps=config.learner.total_steps)))

@@ -17,6 +17,8 @@ from asyncrl.parent_death import die_with
 
 RESTART_MENDS = 75
 """Exit code of a command after an error that a restart may fix (EX_TEMPFAIL of sysexits.h)."""
+PREEMPTED = 76
+"""Exit code of a command that SIGTERM ended in order before the run's last step: the same command continues the run."""
 WINDOW_S = 3600.0
 """`run.max_restarts` limits the restarts within this time, seconds."""
 EARLY_DEATHS = 5

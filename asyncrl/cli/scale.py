@@ -72,13 +72,13 @@ def _wait(client: "CoordinatorClient", replicas: int) -> None:
 
     Raises RunError if the run ends meanwhile, or if a replica cannot be started.
     """
-    from asyncrl.common.roles import RunState
     from asyncrl.coordinator.coordinator import Coordinator
+    from asyncrl.coordinator.registry import OVER
 
     shown = ""
     while True:
         status = asyncio.run(client.call(Coordinator.status))
-        if status.state in (RunState.FINISHED, RunState.FAILED):
+        if status.state in OVER:
             raise RunError(f"the run is {status.state.value}: the size of its pool does not change any more")
         if status.given_up:
             lost = "; ".join(f"{replica}: {why}" for replica, why in status.given_up.items())

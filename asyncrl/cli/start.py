@@ -33,6 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import typer
 from rich.console import Console
 
 from asyncrl.checkpoints.directory import CHECKPOINTS
@@ -43,16 +44,16 @@ from asyncrl.cli.options import (
     print_previous,
     weights_named,
 )
-from asyncrl.cli.restarts import mark_begun, restarts
+from asyncrl.cli.restarts import PREEMPTED, mark_begun, restarts
 from asyncrl.cli.terminal import print_warnings, show_cursor
-from asyncrl.common.roles import Role
+from asyncrl.common.roles import Role, RunState
 from asyncrl.common.tasks import Stopped, check_stop, running
 from asyncrl.config.schema import Config
 from asyncrl.deployment.inputs import Inputs, Prompts
 from asyncrl.deployment.known_runs import has_checkpoint, may_have_died
 from asyncrl.deployment.launch import asked_to_end, ended_at_once, log_to, run_until_done
 from asyncrl.deployment.resuming import Choice, Resumed, no_checkpoint, rate_changes, unfinished_run
-from asyncrl.deployment.run_dir import STOPPED_EARLY, RunDir
+from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen, StartLog
 from asyncrl.errors import LearnerNotRestored
 from asyncrl.learner.records import Summary, known_info
@@ -127,10 +128,13 @@ def run_in_terminal(
     with showing as (run_dir, screen):
         summary = run_until_done(
             partial(run, config, run_dir=run_dir, screen=screen, prompts=prompts, new_parts=new_parts),
-            asked=lambda: asked_to_end(run_dir, config.run.shutdown_grace_s),
+            asked=partial(asked_to_end, run_dir, config.run.shutdown_grace_s),
             at_once=[show_cursor, partial(ended_at_once, run_dir)],
         )
+    preempted = run_dir.end is RunState.PREEMPTED
     print_outcome(summary, run_dir.path, config=config, again=again)
+    if summary is None or preempted:
+        raise typer.Exit(PREEMPTED if preempted else 1)
 
 
 # --- admission -----------------------------------------------------------------------------------------------------
@@ -241,7 +245,7 @@ async def run_both(
     try:
         return await _run_both(config, stop, run_dir=run_dir, screen=screen, prompts=prompts, new_parts=new_parts)
     except Stopped:
-        run_dir.stopped(STOPPED_EARLY)
+        run_dir.stopped()
         return None
 
 
@@ -329,9 +333,11 @@ async def run_learner(
         return await learner.run(stop)
 
 
-async def run_generators(config: Config, stop: asyncio.Event, *, address: str, prompts: Prompts | None) -> None:
+async def run_generators(
+    config: Config, stop: asyncio.Event, *, address: str, prompts: Prompts | None
+) -> RunState | None:
     """Joins the cluster at `address`, and runs a generator deployment there until `stop` is set or the run has ended.
-    Raises the error with which the run refuses it."""
+    Returns the run's last state; None if `stop` ended it. Raises the error with which the run refuses it."""
     logger.info("importing Ray")
     from asyncrl.deployment.cluster import join, joined_address
     from asyncrl.deployment.pool import GeneratorDeployment
@@ -345,7 +351,9 @@ async def run_generators(config: Config, stop: asyncio.Event, *, address: str, p
         replicas = config.generator.replicas
         logger.info("run %s on Ray at %s: starting %d replicas", config.run.name, joined_address(), replicas)
         async with Inputs(config, loaded=prompts) as inputs:
-            await GeneratorDeployment(config, model_path=inputs.generator_model, prompts=inputs.prompts).run(stop)
+            deployment = GeneratorDeployment(config, model_path=inputs.generator_model, prompts=inputs.prompts)
+            return await deployment.run(stop)
+    return None
 
 
 async def _loaded(inputs: Inputs) -> None:

@@ -17,6 +17,10 @@ class RunState(StrEnum):
     RUNNING = "running"
     CLOSING = "closing"
     FINISHED = "finished"
+    STOPPED = "stopped"
+    """A person ended the run before its last step, by Ctrl-C or `asyncrl down`."""
+    PREEMPTED = "preempted"
+    """The run was ended from outside before its last step, by SIGTERM: the same command shall continue it."""
     FAILED = "failed"
 
 

@@ -8,6 +8,7 @@ run has one learner. A deployment that sends no heartbeat for the timeout counts
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 import msgspec
 
@@ -18,7 +19,7 @@ from asyncrl.common.version import Version
 from asyncrl.config.load import first_difference
 from asyncrl.errors import HandshakeError, RunEnded, RunError, RunLocked, RunMismatch, VersionRegression
 
-OVER = (RunState.FINISHED, RunState.FAILED)
+OVER = (RunState.FINISHED, RunState.STOPPED, RunState.PREEMPTED, RunState.FAILED)
 """States of a run that trains no more steps. No other deployment enters it."""
 GONE_TIMEOUTS = 4
 """Number of timeouts after which a silent deployment counts as dead when the last other one leaves. After one timeout
@@ -29,6 +30,16 @@ GONE_MEMBERS = 1000
 """Number of silent deployments that are remembered, because they may send heartbeats again."""
 KEPT_CHANGES = 1000
 """Number of changes of endpoints that are remembered. A caller that missed more gets all endpoints."""
+
+
+class Attachment(StrEnum):
+    """The answer to a heartbeat of a deployment."""
+
+    ATTACHED = "attached"
+    ASKED_TO_END = "asked to end"
+    """The deployment is a learner, which shall end the run before its last step, as after Ctrl-C."""
+    GONE = "gone"
+    """The deployment is not attached, or another learner has replaced it."""
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +100,7 @@ class Registry:
         self.state, self.message = RunState.STARTING, ""
         self.learner: Deployment | None = None
         self.learner_state_seconds: dict[str, float] = {}
+        self._asked_to_end = False
         self.endpoints: dict[str, str] = {}
         self._endpoint_changes = 0
         self._changed_endpoints: deque[str] = deque(maxlen=KEPT_CHANGES)  # names, the newest change last
@@ -103,7 +115,7 @@ class Registry:
         if deployment.role is Role.LEARNER:
             if self.learner is not None:
                 self._members.pop(self.learner.id, None)
-            self.learner = deployment
+            self.learner, self._asked_to_end = deployment, False
         self._members[deployment.id] = (deployment, self._clock())
         self._forget_gone()
 
@@ -134,21 +146,29 @@ class Registry:
                         "another run.name"
                     )
 
-    def keep(self, deployment_id: str, *, state_seconds: Mapping[str, float] = {}) -> bool:
-        """Records a heartbeat of the deployment. Returns False if it is not attached.
+    def keep(self, deployment_id: str, *, state_seconds: Mapping[str, float] = {}) -> Attachment:
+        """Records a heartbeat of the deployment, and returns how it is attached.
 
         `state_seconds` are the learner's seconds by state since its start. Raises RunEnded for a learner whose run
         `asyncrl down` ended.
         """
         member = self._members.get(deployment_id)
         if member is None:
-            return False
+            return Attachment.GONE
         self._members[deployment_id] = (member[0], self._clock())
         if member[0].role is Role.LEARNER:
             self.learner_state_seconds = dict(state_seconds)
             if self.state is RunState.FAILED:
                 raise RunEnded(self.message)
-        return True
+            if self._asked_to_end:
+                return Attachment.ASKED_TO_END
+        return Attachment.ATTACHED
+
+    def ask_to_end(self) -> bool:
+        """Asks the learner to end the run before its last step. It receives this with its next heartbeat. Returns
+        whether a learner is attached."""
+        self._asked_to_end = self.learner_attached
+        return self._asked_to_end
 
     def detach(self, deployment_id: str) -> bool:
         """Removes a deployment that leaves. Returns True if it was the last one: then it must end the run's actors, and

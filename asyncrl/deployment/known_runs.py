@@ -192,6 +192,28 @@ def _lives(directory: Path, info: RunInfo) -> bool | None:
     return True
 
 
+def process_of(directory: Path) -> psutil.Process | None:
+    """Returns the process of the run that lives on this machine, to which signals can be sent; None if there is none.
+
+    It is the process that run.json names, if that process holds the directory's `lock`: a run directory may come from
+    elsewhere, with the pid of any process. If a command restarts its run by itself, it is the command's parent process,
+    which passes signals on.
+    """
+    info = known_info(directory)
+    if info is None or _lives(directory, info) is not True:
+        return None
+    with contextlib.suppress(OSError, psutil.Error):
+        inode = (directory / "lock").lstat().st_ino
+        # A line has: number, FLOCK, ADVISORY, WRITE, pid, major:minor:inode, and the locked bytes.
+        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        if [str(info.pid), str(inode)] not in [[lock[4], lock[5].rpartition(":")[2]] for lock in locks]:
+            return None
+        process = psutil.Process(info.pid)
+        parent = process.parent()
+        return parent if parent is not None and parent.cmdline() == process.cmdline() else process
+    return None
+
+
 def _trained(directory: Path) -> str:
     """Returns after which step the run ended, as far as its records can be read."""
     try:

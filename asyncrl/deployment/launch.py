@@ -2,7 +2,7 @@
 
 The commands `up`, `learner`, `generator` and `head` use `run_until_done`, and `asyncrl.run` uses `attended_run`. In a
 command, the first SIGTERM, SIGINT or SIGHUP asks for a clean end, and run.json records this request immediately. A
-second SIGTERM or SIGINT ends the process at once.
+second SIGTERM or SIGINT ends the process at once. The same signal within `SAME_SIGNAL_S` seconds is not a second one.
 
 If the run has not finished its first step, it ends within `run.shutdown_grace_s`. The start may hang, because a model
 may be built in a thread and some calls of Ray have no deadline. If the run has trained a step, it gets the time to
@@ -12,10 +12,12 @@ finish the current step and save the weights, because each of these waits has it
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -30,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
 """Exit code (128 + SIGINT) of a process that a second signal ends, or whose start does not end within the grace."""
+SAME_SIGNAL_S = 1.0
+"""A signal that comes again within this time counts once, seconds. `ray job stop`, systemd and `timeout` signal each
+process of a command, and the command's parent passes the signal on to a child that has received it already."""
 AT_ONCE_S = 2.0
 """Time that a second signal leaves for the last actions before the process exits, seconds."""
 _WAKE_EVERY_S = 0.5
@@ -83,34 +88,36 @@ def log_to(path: Path | None) -> Iterator[None]:
 def run_until_done(
     main: Callable[[asyncio.Event], Coroutine[Any, Any, Result]],
     *,
-    asked: Callable[[], None] = lambda: None,
+    asked: Callable[[signal.Signals], None] = lambda _: None,
     at_once: Sequence[Callable[[], None]] = (),
 ) -> Result:
-    """Runs `main(stop)` and returns its result. The first SIGTERM, SIGINT or SIGHUP calls `asked` and sets `stop`.
+    """Runs `main(stop)` and returns its result. The first SIGTERM, SIGINT or SIGHUP calls `asked` with the signal and
+    sets `stop`.
 
-    The second SIGTERM or SIGINT calls each function of `at_once` and then exits the process. SIGHUP, which a closed
-    terminal sends, does not count for this, neither as the first signal nor as the second: the kernel and the shell may
-    both send one. If the process was started with SIGHUP ignored (`nohup`), SIGHUP stays ignored.
+    The second SIGTERM or SIGINT calls each function of `at_once` and then exits the process. The same signal within
+    `SAME_SIGNAL_S` seconds is not a second one. SIGHUP, which a closed terminal sends, is neither the first nor the
+    second: the kernel and the shell may both send one. If the process was started with SIGHUP ignored (`nohup`), SIGHUP
+    stays ignored.
 
     `main` runs in a thread of its own, and the calling thread, which must be the main thread, handles the signals. So
     they are handled too while `main` blocks its event loop: starting Ray and importing torch take seconds.
     """
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     outcome: Future[Result] = Future()
-    seen: list[int] = []
-    first = True
+    counted_s: dict[int, float] = {}
 
     def on_signal(number: int, _: FrameType | None) -> None:
-        nonlocal first
         signal.alarm(0)  # cancels the alarm with which Ray's handler would abort the process after 3 s
-        if number != signal.SIGHUP:
-            seen.append(number)
-        if len(seen) > 1:
+        now_s = time.monotonic()
+        if now_s - counted_s.get(number, -math.inf) < SAME_SIGNAL_S:
+            return
+        first, before = not counted_s, counted_s.keys() - {signal.SIGHUP}
+        counted_s[number] = now_s
+        if before and number != signal.SIGHUP:
             _end_at_once(at_once)
         if first:
-            first = False
-            logger.warning("ending cleanly; a second signal ends the process at once")
-            asked()
+            logger.warning("ending cleanly; a second signal, at least a second later, ends the process at once")
+            asked(signal.Signals(number))
             with contextlib.suppress(RuntimeError):  # the loop is closed, because `main` has just ended
                 loop.call_soon_threadsafe(stop.set)
 
@@ -173,9 +180,9 @@ def _later(after_s: float, call: Callable[..., object], *arguments: object) -> N
     timer.start()
 
 
-def asked_to_end(run_dir: RunDir, grace_s: float) -> None:
-    """Records the request to end, and starts the timer of the grace. For the first signal."""
-    run_dir.asked_to_end()
+def asked_to_end(run_dir: RunDir, grace_s: float, number: signal.Signals) -> None:
+    """Records the request to end, and starts the timer of the grace. `number` is the first signal."""
+    run_dir.asked_to_end(number.name, from_outside=number is signal.SIGTERM)
     _later(grace_s, give_up, run_dir, grace_s)
 
 
@@ -252,7 +259,7 @@ def attended_run(
     except BaseException as error:
         interruption = error
         try:
-            run_dir.asked_to_end()
+            run_dir.asked_to_end("a call" if isinstance(error, Exception) else "SIGINT")
             with contextlib.suppress(RuntimeError):  # the loop is closed, because the training has just ended
                 loop.call_soon_threadsafe(stop.set)
             for _ in _until_ended(calls):  # the calls that are left are not made

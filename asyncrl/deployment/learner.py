@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from asyncrl.deployment.cluster import ray_nodes
 from asyncrl.deployment.inputs import Prompts
 from asyncrl.deployment.known_runs import has_checkpoint
 from asyncrl.deployment.learner_log import LearnerLog, TrackedRecords
-from asyncrl.deployment.run_dir import STOPPED_EARLY, RunDir
+from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import LearnerDisplay, Screen
 from asyncrl.deployment.shared_actors import (
     JOINED,
@@ -104,7 +105,7 @@ class LearnerDeployment:
             try:
                 return await self._run(stop, serving=serving, ranks=ranks, entered=entered)
             except Stopped:
-                self._run_dir.stopped(STOPPED_EARLY)
+                self._run_dir.stopped()
                 return None
             except BaseException as error:
                 self._failure = redacted(f"{type(error).__name__}: {error}")
@@ -142,7 +143,12 @@ class LearnerDeployment:
         every_s = config.buffer.heartbeat_timeout_s / 5
         works = {
             "failures": failures.run(),
-            "keep attached": keep_attached(handles, every_s=every_s, state_seconds=self._states.seconds),
+            "keep attached": keep_attached(
+                handles,
+                every_s=every_s,
+                state_seconds=self._states.seconds,
+                asked_to_end=partial(self._asked_by_down, stop),
+            ),
             "targets": self._targets.follow(handles.coordinator, timeout_s=config.buffer.call_timeout_s),
             "display": self._display.run(),
         }
@@ -157,14 +163,19 @@ class LearnerDeployment:
         if not stop.is_set():
             await self._check_trained(failures)
         elif self._log.trained_steps < config.learner.total_steps:
-            after = f"after step {self._log.trained_steps} of {config.learner.total_steps}"
-            self._run_dir.stopped(f"asked to end by a signal, {after}")
+            self._run_dir.stopped(f"after step {self._log.trained_steps} of {config.learner.total_steps}")
         if totals.stop_reason is not None:
             self._run_dir.finished(totals.stop_reason)
         if (summary := self._log.summary(totals)) is not None:
             self._run_dir.write_summary(summary)
         self._check_saved()
         return summary
+
+    def _asked_by_down(self, stop: asyncio.Event) -> None:
+        if not stop.is_set():
+            logger.warning("`asyncrl down` asked the run to end: ending cleanly")
+            self._run_dir.asked_to_end("`asyncrl down`")
+            stop.set()
 
     def _described_metrics(self) -> LearnerMetrics:
         metrics, restarts = described_metrics(self._config), self._run_dir.restarts
@@ -220,7 +231,7 @@ class LearnerDeployment:
 
     async def _leave(self, handles: RunHandles) -> None:
         with contextlib.suppress(Exception):
-            state = RunState.FAILED if self._failure else RunState.FINISHED
+            state = RunState.FAILED if self._failure else self._run_dir.end
             if self._starts_again:
                 state = RunState.STARTING
             await handles.coordinator.call(Coordinator.set_state, handles.lineage.incarnation, state, self._failure)

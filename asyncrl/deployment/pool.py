@@ -36,7 +36,7 @@ from asyncrl.common.tasks import Stopped, cancelled, running, unless_stopped
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
-from asyncrl.coordinator.registry import Registry, ReplicaView
+from asyncrl.coordinator.registry import OVER, Registry, ReplicaView
 from asyncrl.coordinator.status import BriefStatus, OwnReplicas
 from asyncrl.data_plane.calls import finished, reason_of_death
 from asyncrl.deployment.cluster import placed
@@ -535,7 +535,8 @@ class Progress:
 
 
 class GeneratorDeployment:
-    """`run` starts the replicas and returns when the run has ended or `stop` is set.
+    """`run` starts the replicas and returns when the run has ended or `stop` is set. It returns the run's last state;
+    None if `stop` ended it.
 
     `started` is called once for each replica whose engine has started, with the processes of the replica. `new_actor`
     makes the actor of each start of a replica. The run and the replicas are checked every `watch_every_s` seconds.
@@ -568,7 +569,7 @@ class GeneratorDeployment:
             new_actor=new_actor,
         )
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: asyncio.Event) -> RunState | None:
         config = self._config
         # Closed from right to left: the replicas end, and then the deployment leaves the run.
         async with AsyncExitStack() as entered, AsyncExitStack() as made:
@@ -587,13 +588,13 @@ class GeneratorDeployment:
             try:
                 await unless_stopped(stop, self._pool.start())
             except Stopped:
-                return
+                return None
             names = ", ".join(replica.name for replica in self._pool.replicas)
             logger.info("engines are ready, waiting for weights: %s", names)
-            await self._watch(handles, stop)
+            return await self._watch(handles, stop)
 
-    async def _watch(self, handles: RunHandles, stop: asyncio.Event) -> None:
-        """Looks after the replicas. Returns when the run has ended or `stop` is set.
+    async def _watch(self, handles: RunHandles, stop: asyncio.Event) -> RunState | None:
+        """Looks after the replicas. Returns the run's state when it has ended, or None when `stop` is set.
 
         Raises GeneratorPoolExhausted if too few replicas live, and StallError if the run made no progress for
         `run.stall_timeout_s`.
@@ -605,9 +606,9 @@ class GeneratorDeployment:
             own = await handles.coordinator.call(Coordinator.own_replicas, self._deployment.id, names)
             if line := progress.line(status, own):
                 logger.info("%s", line)
-            if status.state in (RunState.FINISHED, RunState.FAILED):
+            if status.state in OVER:
                 logger.info("the run is %s", status.state)
-                return
+                return status.state
             # `run.stall_timeout_s` limits the time without progress. A learner that closes the run evaluates and saves,
             # and one that restores a checkpoint loads it. Both may take longer. Before the first step, the learner may
             # be started much later than the replicas.
@@ -625,3 +626,4 @@ class GeneratorDeployment:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._watch_every_s):
                     await stop.wait()
+        return None

@@ -45,6 +45,7 @@ import asyncrl
 from asyncrl.atomic_write import sync, write_atomically
 from asyncrl.buffer.records import FailureCount
 from asyncrl.checkpoints.directory import CHECKPOINTS
+from asyncrl.common.roles import RunState
 from asyncrl.common.version import Lineage
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import Config
@@ -167,8 +168,6 @@ State = Literal["finished", "stopped", "failed"]
 
 SESSION_MARK = "asyncrl-run"
 """File with `session_mark` in the session folder of the Ray that the run started."""
-STOPPED_EARLY = "asked to end by a signal, before the first step"
-"""Reason in run.json of a run that a signal ended during its start."""
 
 
 class RunDir(RecordSink):
@@ -194,6 +193,7 @@ class RunDir(RecordSink):
         self._writing = threading.RLock()
         self._samples_failing = False
         self._end: tuple[State, str] = ("finished", "done")
+        self._asked_by, self._from_outside = "a signal", False
         self.steps_written = 0
 
     @classmethod
@@ -269,23 +269,33 @@ class RunDir(RecordSink):
         """Records in run.json which files in /dev/shm an engine uses, because a killed engine does not remove them."""
         self._note("the run's files in /dev/shm", shared_memory=sorted({*self._info.shared_memory, *names}))
 
-    def stopped(self, reason: str) -> None:
-        """Sets the end to "stopped": the run was asked to end before its last step.
+    def stopped(self, when: str = "before the first step") -> None:
+        """Sets the end to "stopped": the run was asked to end before its last step. `when` says how far it was.
 
         `__exit__` writes this end unless there is an error.
         """
-        self._end = ("stopped", reason)
+        self._end = ("stopped", f"asked to end by {self._asked_by}, {when}")
+
+    @property
+    def end(self) -> RunState:
+        """How the run ends, if there is no error. It is PREEMPTED if it was stopped by SIGTERM, as a job system, a
+        container or a machine that shuts down sends it, and STOPPED if a person stopped it."""
+        if self._end[0] == "finished":
+            return RunState.FINISHED
+        return RunState.PREEMPTED if self._from_outside else RunState.STOPPED
 
     def finished(self, reason: str) -> None:
         """Sets the end to "finished" with a reason: an evaluation ended the run before its last step."""
         self._end = ("finished", reason)
 
-    def asked_to_end(self) -> None:
-        """Records in run.json that a signal asked the run to end.
+    def asked_to_end(self, by: str, *, from_outside: bool = False) -> None:
+        """Records in run.json that the run was asked to end. `by` names the signal or the command, and `from_outside`
+        says that no person asked.
 
         The run is closing then. If something kills it before it has closed, run.json still has the reason of the end.
         """
-        self._note("the request to end", exit_reason="asked to end by a signal")
+        self._asked_by, self._from_outside = by, from_outside
+        self._note("the request to end", exit_reason=f"asked to end by {by}")
 
     def append_step(self, record: StepRecord) -> None:
         self.steps_written += 1
@@ -374,7 +384,7 @@ class RunDir(RecordSink):
             return
         try:
             if isinstance(error, KeyboardInterrupt):  # in `asyncrl.run`, or before `run_until_done` handles Ctrl-C
-                self.close(state="stopped", reason=STOPPED_EARLY)
+                self.close(state="stopped", reason=f"asked to end by {self._asked_by}, before the first step")
             self.close(state="failed", reason=redacted(f"{type(error).__name__}: {error}"))
         except OSError as unwritten:
             logger.error("run.json was not updated with the end of the run: %s", unwritten)

@@ -25,7 +25,7 @@ from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorActor, CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
-from asyncrl.coordinator.registry import Deployment, Registry
+from asyncrl.coordinator.registry import OVER, Attachment, Deployment, Registry
 from asyncrl.coordinator.status import Restored
 from asyncrl.data.prompts import Task, prompt_data
 from asyncrl.data_plane.calls import detached, named_actor
@@ -248,23 +248,32 @@ async def leave_run(coordinator: CoordinatorClient, deployment: Deployment, *, n
 
 
 async def keep_attached(
-    handles: RunHandles, *, every_s: float, state_seconds: Callable[[], Mapping[str, float]] = dict
+    handles: RunHandles,
+    *,
+    every_s: float,
+    state_seconds: Callable[[], Mapping[str, float]] = dict,
+    asked_to_end: Callable[[], None] = lambda: None,
 ) -> None:
     """Sends the coordinator a heartbeat of this deployment every `every_s` seconds, until it is cancelled.
 
-    A learner sends its seconds by state with it. A failed heartbeat is logged and sent again: if the coordinator is
+    A learner sends its seconds by state with it. `asked_to_end` is called after each heartbeat of a learner whose run
+    `asyncrl down` asked to end. A failed heartbeat is logged and sent again: if the coordinator is
     dead, the calls that need an answer from it raise the error. A learner gets Fenced if another learner has replaced
     it, and RunEnded if `asyncrl down` ended the run.
     """
     while True:
         try:
-            kept = await handles.coordinator.call(Registry.keep, handles.deployment.id, state_seconds=state_seconds())
+            attachment = await handles.coordinator.call(
+                Registry.keep, handles.deployment.id, state_seconds=state_seconds()
+            )
         except RunEnded:
             raise
         except (RunError, TimeoutError) as error:
             logger.warning("the heartbeat of %s did not reach the buffer: %s", handles.deployment.id, error)
         else:
-            if not kept:  # only a learner can be replaced
+            if attachment is Attachment.ASKED_TO_END:
+                asked_to_end()
+            if attachment is Attachment.GONE:  # only a learner can be replaced
                 raise Fenced(
                     f"this learner (incarnation {handles.lineage.incarnation}) was silent for longer than "
                     "buffer.heartbeat_timeout_s, and another learner has taken over; this learner ends"
@@ -285,17 +294,36 @@ def check_directory(directory: Path, nonce: str) -> None:
         )
 
 
+def ask_to_end(name: str, *, grace_s: float) -> bool:
+    """Asks the learner of the run `name` on the joined cluster to end the run, as Ctrl-C does. Waits until the learner
+    has left, at most `grace_s` seconds.
+
+    Returns whether the run has no learner now. It is True, too, if there was none, or if there is no such run.
+    """
+    with contextlib.suppress(RunError):  # there is no such run, or its buffer is dead already
+        run = find_run(name)
+        deadline_s = time.monotonic() + grace_s
+        attached = asyncio.run(run.call(Registry.ask_to_end))
+        while attached and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)  # polls another process
+            attached = any(each.role is Role.LEARNER for each in asyncio.run(run.call(Registry.live)))
+        return not attached
+    return True
+
+
 def end_run(name: str) -> list[str]:
     """Ends the run `name` on the joined cluster for good. Returns the names of its shared actors.
 
-    First the coordinator gets the state "failed", which the run's deployments read, so that none of them starts again.
-    They get `END_S` seconds to leave. The last one that leaves ends the actors; then this function kills those that are
-    left. A learner that is being started again at this moment does not read the state, and may begin the run again.
+    First the coordinator gets the state "failed", unless the learner has ended the run. The run's deployments read it,
+    so that none of them starts again. They get `END_S` seconds to leave. The last one that leaves ends the actors; then
+    this function kills those that are left. A learner that is being started again at this moment does not read the
+    state, and may begin the run again.
     """
     names = _shared_actors(name)
     with contextlib.suppress(RunError):  # there is no such run, or its buffer is dead already
         run = find_run(name)
-        asyncio.run(run.call(Registry.set_state, RunState.FAILED, "`asyncrl down` ended the run"))
+        if asyncio.run(run.call(Coordinator.brief_status)).state not in OVER:
+            asyncio.run(run.call(Registry.set_state, RunState.FAILED, "`asyncrl down` ended the run"))
         deadline_s = time.monotonic() + END_S
         while asyncio.run(run.call(Registry.live)) and time.monotonic() < deadline_s:
             time.sleep(POLL_S)  # polls other processes

@@ -5,7 +5,7 @@ import pytest
 
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
-from asyncrl.coordinator.registry import MOST_REPLICAS, Deployment, Registry
+from asyncrl.coordinator.registry import MOST_REPLICAS, OVER, Attachment, Deployment, Registry
 from asyncrl.errors import HandshakeError, RunError, RunLocked, RunMismatch, VersionRegression
 
 
@@ -71,18 +71,30 @@ def test_a_member_that_is_only_silent_keeps_the_run_until_several_timeouts_have_
         members.attach(deployment(name, Role.GENERATOR))
     members.attach(deployment("l1", Role.LEARNER))
     clock.now_s = 40.0
-    assert members.keep("g2")
+    assert members.keep("g2") is Attachment.ATTACHED
     assert not members.detach("g1"), "l1 was silent for four timeouts, and may come back"
-    assert members.keep("l1")
+    assert members.keep("l1") is Attachment.ATTACHED
     clock.now_s = 80.0
     assert not members.detach("g2"), "l1 was silent for four timeouts"
     members.attach(deployment("g4", Role.GENERATOR))
     clock.now_s = 80.5
     assert members.detach("g4"), "all others were silent for more than four timeouts"
-    assert not members.keep("g4")
+    assert members.keep("g4") is Attachment.GONE
 
 
-@pytest.mark.parametrize("state", [RunState.FINISHED, RunState.FAILED])
+def test_only_the_attached_learner_is_asked_to_end_and_its_successor_is_not() -> None:
+    members = registry(Clock())
+    members.attach(deployment("g", Role.GENERATOR))
+    assert not members.ask_to_end()
+    members.attach(deployment("l1", Role.LEARNER))
+    assert members.keep("l1") is Attachment.ATTACHED, "the request before the learner's start counts for none"
+    assert members.ask_to_end()
+    assert (members.keep("g"), members.keep("l1")) == (Attachment.ATTACHED, Attachment.ASKED_TO_END)
+    members.attach(deployment("l2", Role.LEARNER))
+    assert (members.keep("l1"), members.keep("l2")) == (Attachment.GONE, Attachment.ATTACHED)
+
+
+@pytest.mark.parametrize("state", OVER)
 def test_a_run_that_is_over_does_not_wait_for_silent_members(state: RunState) -> None:
     clock = Clock()
     members = registry(clock)
@@ -90,8 +102,8 @@ def test_a_run_that_is_over_does_not_wait_for_silent_members(state: RunState) ->
         members.attach(deployment(name, Role.GENERATOR))
     members.set_state(state)
     clock.now_s = 8.0
-    assert members.keep("g1")
-    assert members.keep("g2")
+    assert members.keep("g1") is Attachment.ATTACHED
+    assert members.keep("g2") is Attachment.ATTACHED
     clock.now_s = 11.0
     assert not members.detach("g1")
     assert members.detach("g2"), "g3 is silent"
@@ -128,7 +140,7 @@ def test_a_learner_that_was_replaced_does_not_end_the_run_of_its_successor() -> 
     members.attach(deployment("l2", Role.LEARNER))
     clock.now_s = 60.0
     assert not members.detach("l1")
-    assert members.keep("l2")
+    assert members.keep("l2") is Attachment.ATTACHED
 
 
 @pytest.mark.fault("F25")
@@ -172,7 +184,7 @@ def test_a_new_number_of_replicas_is_divided_among_the_living_generator_deployme
         generators = msgspec.structs.replace(deployment(name, Role.GENERATOR), replicas=replicas)
         members.attach(generators)
     clock.now_s += 10.1
-    assert all(members.keep(name) for name in ("l", "small", "large"))
+    assert all(members.keep(name) is Attachment.ATTACHED for name in ("l", "small", "large"))
     assert members.wanted() == {"small": 1, "large": 3}
     assert members.scale(6) == members.wanted() == {"small": 3, "large": 3}, "the smallest one grows first"
     assert members.scale(7) in ({"small": 4, "large": 3}, {"small": 3, "large": 4})
@@ -181,10 +193,10 @@ def test_a_new_number_of_replicas_is_divided_among_the_living_generator_deployme
     assert members.wanted()["new"] == 2, "a later deployment starts as its configuration says"
     clock.now_s += 10.1
     members.gave_up("generator-a", "no memory")
-    assert all(members.keep(name) for name in ("l", "small", "new"))
+    assert all(members.keep(name) is Attachment.ATTACHED for name in ("l", "small", "new"))
     assert members.scale(3) == {"small": 1, "new": 2}
     assert (members.given_up, members.scalings) == ({}, 4)
-    assert members.keep("large")
+    assert members.keep("large") is Attachment.ATTACHED
     assert members.wanted() == {"small": 1, "large": 0, "new": 2}, "one that was silent adds no replicas"
     for impossible in (-1, MOST_REPLICAS + 1):
         with pytest.raises(ValueError, match="must be from 0 to 10000"):
@@ -199,5 +211,7 @@ def test_of_many_silent_deployments_only_the_newest_are_remembered() -> None:
         members.attach(deployment(f"g{number}", Role.GENERATOR))
         clock.now_s += 11.0
     members.attach(deployment("live", Role.GENERATOR))
-    assert [members.keep(f"g{number}") for number in range(5)] == [False, False, False, True, True]
-    assert members.keep("live")
+    assert [members.keep(f"g{number}") for number in range(5)] == [
+        Attachment.GONE, Attachment.GONE, Attachment.GONE, Attachment.ATTACHED, Attachment.ATTACHED,
+    ]  # fmt: skip
+    assert members.keep("live") is Attachment.ATTACHED

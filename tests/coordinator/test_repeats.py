@@ -345,6 +345,7 @@ TABLE = [
     Row(Registry.detach, a_learner_and_its_generator),
     Row(Registry.run_nonce, given()),
     Row(Registry.live, given()),
+    Row(Registry.ask_to_end, given()),
     Row(Registry.wanted, given()),
     Row(Registry.wanted_of, given("g")),
     Row(Registry.gave_up, given("a", "why")),

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from made_up_run import make_step
 
+from asyncrl.common.roles import RunState
 from asyncrl.common.tasks import Stopped, unless_one_fails, unless_stopped
 from asyncrl.config.schema import Config
 from asyncrl.deployment import learner
@@ -41,12 +42,12 @@ def test_the_first_signal_is_in_run_json_before_anything_is_closed(run: RunDir) 
             await stop.wait()
         seen.append(written(run))
 
-    run_until_done(main, asked=run.asked_to_end)
-    assert (seen[0].state, seen[0].exit_reason) == ("running", "asked to end by a signal")
-    run.close(state="stopped", reason="asked to end by a signal, after step 3 of 9")
-    assert written(run).exit_reason == "asked to end by a signal, after step 3 of 9"
-    run.asked_to_end()
-    assert written(run).exit_reason == "asked to end by a signal, after step 3 of 9", (
+    run_until_done(main, asked=lambda number: run.asked_to_end(number.name))
+    assert (seen[0].state, seen[0].exit_reason) == ("running", "asked to end by SIGTERM")
+    run.close(state="stopped", reason="asked to end by SIGTERM, after step 3 of 9")
+    assert written(run).exit_reason == "asked to end by SIGTERM, after step 3 of 9"
+    run.asked_to_end("SIGINT")
+    assert written(run).exit_reason == "asked to end by SIGTERM, after step 3 of 9", (
         "a request after the end must not change the recorded reason"
     )
 
@@ -94,13 +95,21 @@ def test_a_run_that_a_second_signal_ends_does_not_stay_running(run: RunDir) -> N
 @pytest.mark.fault("F29")
 def test_the_grace_is_counted_beside_an_event_loop_that_hangs(run: RunDir) -> None:
     before = set(threading.enumerate())
-    asked_to_end(run, 3600.0)
+    asked_to_end(run, 3600.0, signal.SIGINT)
     [timer] = set(threading.enumerate()) - before
     assert isinstance(timer, threading.Timer)
     timer.cancel()
     assert (timer.interval, timer.function, timer.args) == (3600.0, give_up, [run, 3600.0])
     assert timer.daemon, "the timer must not keep the process alive"
-    assert written(run).exit_reason == "asked to end by a signal"
+    assert written(run).exit_reason == "asked to end by SIGINT"
+
+
+@pytest.mark.parametrize(("number", "end"), [(signal.SIGTERM, RunState.PREEMPTED), (signal.SIGINT, RunState.STOPPED)])
+def test_only_sigterm_is_a_stop_from_outside(number: signal.Signals, end: RunState, run: RunDir) -> None:
+    asked_to_end(run, 3600.0, number)
+    assert run.end is RunState.FINISHED, "the run may still train its last step"
+    run.stopped("after step 3 of 9")
+    assert run.end is end
 
 
 @pytest.mark.fault("F29")

@@ -13,6 +13,7 @@ from asyncrl.common.roles import RunState
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import Call
+from asyncrl.coordinator.registry import OVER
 from asyncrl.coordinator.status import OwnReplicas, RunStatus
 from asyncrl.deployment import pool
 from asyncrl.deployment.inputs import Prompts
@@ -216,3 +217,13 @@ async def test_a_deployment_ends_when_nothing_moves_or_no_learner_comes_back(
         else:
             await deployment.run(asyncio.Event())
     assert len(asked) == (1 if ends else 3)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("state", OVER)
+async def test_a_deployment_ends_with_its_run_and_returns_how_the_run_ended(state: RunState) -> None:
+    config = Config()
+    cluster = OneProcessCluster(config)
+    cluster.answers["brief_status"] = lambda: make_status(state=state)
+    async with asyncio.timeout(60):
+        assert await deployment_of(config, cluster=cluster, watch_every_s=0.0).run(asyncio.Event()) is state

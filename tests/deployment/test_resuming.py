@@ -52,7 +52,7 @@ def interrupted(folder: Path, *, steps: int, saved: int) -> RunDir:
         for version in (0, steps):
             run.append_eval(EvalRecord(version=version, wall_s=1, prompts=8, reward_mean=0.5))
         save(run, saved)
-        run.stopped("asked to end by a signal")
+        run.stopped()
     return run
 
 
@@ -93,7 +93,7 @@ def test_the_evaluation_of_a_checkpoint_stays_with_it_although_its_weights_were_
         for version, due in ((0, None), (4, 3), (5, None)):
             run.append_eval(EvalRecord(version=version, due=due, wall_s=1, prompts=8, reward_mean=0.5))
         save(run, 3)
-        run.stopped("asked to end by a signal")
+        run.stopped()
     with RunDir.create(config_in(tmp_path)) as again:
         assert [record.version for record in read_lines(again.path / "evals.jsonl", EvalRecord)] == [0, 4]
 
@@ -136,7 +136,7 @@ def test_an_incarnation_that_left_nothing_keeps_its_number(tmp_path: Path) -> No
     for incarnation in (2, 3, 4):
         with RunDir.create(config_in(tmp_path)) as again:
             assert again.lineage.incarnation == incarnation
-            again.stopped("asked to end by a signal")
+            again.stopped()
     assert len(info_of(again)["resumed"]) == 3
     lineage = msgspec.json.decode((again.path / "lineage.json").read_bytes(), type=Lineage)
     assert lineage.branches == (Version(1, 3),) * 3
@@ -188,7 +188,7 @@ def saved_often(folder: Path, *, state: str = "stopped") -> RunDir:
             save(run, step)
         (run.path / "summary.json").write_text("{}")
         if state == "stopped":
-            run.stopped("asked to end by a signal")
+            run.stopped()
     assert info_of(run)["state"] == state
     return run
 
@@ -201,7 +201,7 @@ def test_a_resumed_run_knows_the_evaluations_before(tmp_path: Path) -> None:
         for version, reward in ((2, 0.9), (4, 0.5)):
             run.append_eval(EvalRecord(version=version, wall_s=1, prompts=8, reward_mean=reward))
             save(run, version)
-        run.stopped("asked to end by a signal")
+        run.stopped()
     with RunDir.create(config) as again:
         assert again.resumed is not None
         assert LearnerLog(config, again).best_steps([2, 4], running=lambda: None) == {2}
@@ -246,10 +246,10 @@ def test_trackers_get_to_know_which_incarnation_went_back(tmp_path: Path) -> Non
     saved_often(tmp_path)
     with resume_at(tmp_path, None) as again:
         assert going_on(again) == Going(step=6, incarnation=2, went_back=0)
-        again.stopped("asked to end by a signal")
+        again.stopped()
     with resume_at(tmp_path, 2) as again:
         assert going_on(again) == Going(step=2, incarnation=3, went_back=3)
-        again.stopped("asked to end by a signal")
+        again.stopped()
     with resume_at(tmp_path, None) as again:
         assert going_on(again) == Going(step=2, incarnation=4, went_back=3), "incarnation 3 may have sent nothing"
     with RunDir.create(config_in(tmp_path), choose=no_checkpoint) as new:
@@ -263,7 +263,7 @@ def test_checkpoints_that_were_set_aside_are_not_found_again(tmp_path: Path) -> 
         again.append_step(make_step(4, wall_s=94.0))
         again.append_step(make_step(5, wall_s=95.0))
         save(again, 6, incarnation=2)
-        again.stopped("asked to end by a signal")
+        again.stopped()
     with resume_at(tmp_path, 2) as again:
         assert sorted(path.name for path in again.checkpoints.rglob("step-*")) == [
             "step-2",
@@ -271,7 +271,7 @@ def test_checkpoints_that_were_set_aside_are_not_found_again(tmp_path: Path) -> 
             "step-6",
             "step-6",
         ]
-        again.stopped("asked to end by a signal")
+        again.stopped()
     with resume_at(tmp_path, None) as again:
         assert again.resumed is not None
         assert again.resumed.step == 2
@@ -301,7 +301,7 @@ def test_a_start_that_is_killed_after_it_began_to_go_back_is_gone_on_with(
             assert again.resumed.step == (6 if kill_at == 0 else 2), f"killed before change {kill_at}"
             left = sorted(path.name for path in again.checkpoints.glob("step-*"))
             assert left == (["step-2"] if kill_at else ["step-2", "step-4", "step-6"])
-            again.stopped("asked to end by a signal")
+            again.stopped()
     assert killed.left > 0, "the last start was not killed"
 
 

@@ -135,7 +135,7 @@ def test_an_error_is_the_exit_reason(tmp_path: Path) -> None:
 
 def test_an_end_that_was_asked_for_says_so(tmp_path: Path) -> None:
     with RunDir.create(config_in(tmp_path)) as run:
-        run.stopped("asked to end by a signal, after step 3 of 9")
+        run.stopped("after step 3 of 9")
     info = run_json(run.path)
     assert (info["state"], info["exit_reason"]) == ("stopped", "asked to end by a signal, after step 3 of 9")
 

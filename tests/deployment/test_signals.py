@@ -6,10 +6,19 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from typer.testing import CliRunner
+
+from asyncrl.cli.main import app
+from asyncrl.cli.restarts import PREEMPTED
+from asyncrl.deployment import cluster
+from asyncrl.deployment.known_runs import process_of
+from asyncrl.errors import RunError
 
 pytestmark = pytest.mark.slow
 
@@ -40,10 +49,10 @@ with reported_run(config, role="up") as run, LiveDisplay(Console(), every_steps=
             await asyncio.sleep(0.05)
         display.update(view)
         print("a line for the terminal", flush=True)
-        run.stopped("asked to end by a signal, after step 1 of 9")
+        run.stopped("after step 1 of 9")
 
     run_until_done(
-        main, asked=lambda: asked_to_end(run, 60.0), at_once=[show_cursor, partial(ended_at_once, run)]
+        main, asked=partial(asked_to_end, run, 60.0), at_once=[show_cursor, partial(ended_at_once, run)]
     )
 """
 
@@ -90,7 +99,7 @@ class Started:
         return loaded
 
 
-ENDED = {"state": "stopped", "exit_reason": "asked to end by a signal, after step 1 of 9"}
+ENDED = {"state": "stopped", "exit_reason": "asked to end by SIGHUP, after step 1 of 9"}
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -135,8 +144,9 @@ def test_a_second_ctrl_c_ends_at_once_shows_the_cursor_and_is_written_down(tmp_p
     started.process.send_signal(signal.SIGINT)
     started.read_until(b"closing")
     started.process.send_signal(signal.SIGHUP)
-    started.read_until(b"closing", times=5)  # SIGHUP is not the second signal
-    started.process.send_signal(signal.SIGINT)
+    started.process.send_signal(signal.SIGINT)  # within a second of the first
+    started.read_until(b"closing", times=5)  # neither SIGHUP nor the same signal again is the second one
+    started.process.send_signal(signal.SIGTERM)
     started.read_on()
     assert started.process.wait(60) == 130
     hidden, shown = started.said.rfind(b"\x1b[?25l"), started.said.rfind(b"\x1b[?25h")
@@ -145,8 +155,48 @@ def test_a_second_ctrl_c_ends_at_once_shows_the_cursor_and_is_written_down(tmp_p
     assert started.written()["exit_reason"] == "ended at once by a second signal, after 1 steps"
 
 
+@pytest.fixture
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    def join(*_: Any, **__: Any) -> None:
+        raise RunError("no Ray cluster answers")
+
+    monkeypatch.setattr(cluster, "join", join)
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_down_ends_a_run_that_lives_here_as_ctrl_c_does_and_waits_for_its_end(tmp_path: Path) -> None:
+    started = Started(tmp_path, closes=True)
+    threading.Thread(target=started.read_on, daemon=True).start()
+    assert process_of(started.path) == psutil.Process(started.process.pid)
+    answer = CliRunner().invoke(app, ["down", str(started.path)])
+    assert answer.exit_code == 0, answer.output
+    assert not psutil.pid_exists(started.process.pid), "`down` returned before the run had ended"
+    assert "it finishes its step and saves its weights" in answer.output
+    assert started.written().items() >= (ENDED | {"exit_reason": "asked to end by SIGINT, after step 1 of 9"}).items()
+    assert process_of(started.path) is None
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_down_now_ends_a_run_that_does_not_close(tmp_path: Path) -> None:
+    started = Started(tmp_path, closes=False)
+    threading.Thread(target=started.read_on, daemon=True).start()
+    assert CliRunner().invoke(app, ["down", str(started.path), "--now"]).exit_code == 0
+    assert not psutil.pid_exists(started.process.pid)
+    assert started.written()["exit_reason"] == "ended at once by a second signal, after 1 steps"
+
+
+def test_down_signals_no_process_that_does_not_hold_the_directory(tmp_path: Path) -> None:
+    started = Started(tmp_path, closes=True)
+    threading.Thread(target=started.read_on, daemon=True).start()
+    (started.path / "run.json").write_text(json.dumps(started.written() | {"pid": os.getpid()}))
+    assert process_of(started.path) is None
+    started.process.kill()
+    started.process.wait(60)
+
+
 BLOCKED = """
 import sys
+import typer
 from asyncrl.cli.start import imported_parts, run_in_terminal
 from asyncrl.config.schema import Config
 config = Config.model_validate({"run": {"name": "quick", "dir": sys.argv[1]}})
@@ -156,7 +206,10 @@ def parts():
     sys.stdin.readline()  # blocks the event loop, as an import does
     return imported_parts()
 
-run_in_terminal(config, None, command="up", address=None, again=["up"], new_parts=parts)
+try:
+    run_in_terminal(config, None, command="up", address=None, again=["up"], new_parts=parts)
+except typer.Exit as ended:
+    sys.exit(ended.exit_code)
 """
 
 
@@ -172,8 +225,10 @@ class Blocked:
 
     def read_until(self, text: bytes) -> None:
         assert self.process.stdout is not None
+        said = b""
         while text not in (line := self.process.stdout.readline()):
-            assert line, "the process has ended"
+            said += line
+            assert line, f"the process has ended with {self.process.wait(60)}: {said.decode()}"
 
     def go_on(self) -> None:
         assert self.process.stdin is not None
@@ -186,20 +241,20 @@ class Blocked:
 
 
 @pytest.mark.fault("F29")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, PREEMPTED), (signal.SIGINT, 1)])
 def test_a_signal_is_recorded_while_the_event_loop_is_blocked_and_the_start_then_ends(
-    number: signal.Signals, tmp_path: Path
+    number: signal.Signals, code: int, tmp_path: Path
 ) -> None:
     blocked = Blocked(tmp_path)
     blocked.read_until(b"importing\n")
     blocked.process.send_signal(number)
     blocked.read_until(b"ending cleanly")
-    while blocked.written() != ("running", "asked to end by a signal"):
+    while blocked.written() != ("running", f"asked to end by {number.name}"):
         assert blocked.process.poll() is None
     blocked.go_on()
     blocked.read_until(b"the run ended before a step was trained")
-    assert blocked.process.wait(60) == 1
-    assert blocked.written() == ("stopped", "asked to end by a signal, before the first step")
+    assert blocked.process.wait(60) == code
+    assert blocked.written() == ("stopped", f"asked to end by {number.name}, before the first step")
 
 
 @pytest.mark.fault("F29")
@@ -208,6 +263,6 @@ def test_a_second_signal_ends_the_process_while_the_event_loop_is_blocked(tmp_pa
     blocked.read_until(b"importing\n")
     blocked.process.send_signal(signal.SIGTERM)
     blocked.read_until(b"ending cleanly")
-    blocked.process.send_signal(signal.SIGTERM)
+    blocked.process.send_signal(signal.SIGINT)
     assert blocked.process.wait(60) == 130
     assert blocked.written() == ("stopped", "ended at once by a second signal, after 0 steps")

@@ -20,7 +20,7 @@ from conftest import QUICKSTART, Command, Run, engines_of, in_this_process, smal
 from kills import kill, ray_session
 from onlookers import expect_advice
 
-from asyncrl.cli.restarts import RESTART_MENDS
+from asyncrl.cli.restarts import PREEMPTED, RESTART_MENDS
 from asyncrl.views.headline import Bound
 
 pytestmark = pytest.mark.integration
@@ -223,10 +223,10 @@ def test_a_generator_and_the_learner_are_killed_and_no_group_is_lost(
     assert engines() == left, "the generators must outlive the learner"
 
     first.terminate()
-    assert first.wait(240) == 0, first.output()[-3000:]
+    assert first.wait(240) == PREEMPTED, first.output()[-3000:]
     assert learner.process.poll() is None, learner.output()[-3000:]
     learner.terminate()
-    assert learner.wait(240) == 0, learner.output()[-3000:]
+    assert learner.wait(240) == PREEMPTED, learner.output()[-3000:]
     assert not engines(), "an engine outlived its deployment"
     assert status(name) == {}, "the run's actors outlived the last deployment"
 
@@ -265,9 +265,9 @@ def test_the_index_of_the_rows_is_killed_and_the_run_goes_on_with_a_new_generato
         what="steps of the second learner",
     )
     second.terminate()
-    assert second.wait(240) == 0, second.output()[-3000:]
+    assert second.wait(240) == PREEMPTED, second.output()[-3000:]
     learner.terminate()
-    assert learner.wait(240) == 0, learner.output()[-3000:]
+    assert learner.wait(240) == PREEMPTED, learner.output()[-3000:]
     assert not engines(), "an engine outlived its deployment"
     summary = json.loads((run / "summary.json").read_bytes())
     assert (summary["ledger_closed"], summary["groups_discarded"]) == (True, 0)

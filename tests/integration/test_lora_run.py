@@ -4,6 +4,7 @@ step again, and its result can be exported and merged."""
 import json
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from kills import kill
 from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
+
+from asyncrl.cli.restarts import PREEMPTED
+from asyncrl.complete_directory import COMPLETE
 
 pytestmark = pytest.mark.integration
 
@@ -73,9 +77,14 @@ def test_a_run_with_an_adapter_whose_ray_loses_its_head_starts_ray_again_and_goe
     [step] = resumed_at()
     assert step >= 2
     command.wait_for(lambda: len(steps_of(run)) > step + 1, timeout_s=400, what="steps after the restart")
-    command.terminate()
-    assert command.wait(400) == 0, command.output()[-4000:]
+    pids = [command.process.pid, json.loads((run / "run.json").read_bytes())["pid"]]
+    for pid in pids:  # `ray job stop` and systemd signal each process, and the command's parent passes its signal on
+        os.kill(pid, signal.SIGTERM)
+    assert command.wait(400) == PREEMPTED, command.output()[-4000:]
     steps = steps_of(run)
+    info = json.loads((run / "run.json").read_bytes())
+    assert (info["state"], info["exit_reason"].split(",")[0]) == ("stopped", "asked to end by SIGTERM")
+    assert (run / "checkpoints" / f"step-{len(steps)}" / COMPLETE).exists(), "trained steps were lost"
     assert [step["step"] for step in steps] == list(range(len(steps)))
     assert all(0 <= step["staleness_max"] <= 2 for step in steps if "staleness_max" in step)
 

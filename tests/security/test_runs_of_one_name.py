@@ -46,6 +46,7 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr("asyncrl.deployment.cluster.join", lambda *_, **__: None)
     monkeypatch.setattr("asyncrl.deployment.local_clusters.use_ray_token", lambda: None)
+    monkeypatch.setattr(shared_actors, "ask_to_end", lambda *_, **__: True)
     monkeypatch.setattr(shared_actors, "end_run", end_run)
     monkeypatch.setattr(shared_actors, "find_run", lambda _: SimpleNamespace(call=call))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
