@@ -432,6 +432,7 @@ def _evals(config: Config) -> Iterator[str]:
                 f"{key}.data.heldout_fraction = {each.data.heldout_fraction}: has no effect, because all questions of "
                 "the set that the run does not train are evaluated; remove it"
             )
+    yield from _keep_every(config)
     yield from _keep_best(config)
     yield from _stop_when(config)
 
@@ -459,6 +460,15 @@ def _stop_when(config: Config) -> Iterator[str]:
         yield (
             "run.stop_when: there would be no evaluation during training, because eval.every_steps = "
             f"{every_steps} is not below learner.total_steps = {config.learner.total_steps}; lower eval.every_steps"
+        )
+
+
+def _keep_every(config: Config) -> Iterator[str]:
+    every, kept = config.checkpoint.every_steps, config.checkpoint.keep_every
+    if kept and (every == 0 or kept % every):
+        yield (
+            f"checkpoint.keep_every = {kept}: is not a multiple of checkpoint.every_steps = {every}, so most of these "
+            "steps have no checkpoint; set checkpoint.keep_every to a multiple, or checkpoint.every_steps to a divisor"
         )
 
 

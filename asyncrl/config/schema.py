@@ -760,6 +760,9 @@ class CheckpointSection(Section):
     time."""
     keep: PositiveInt = 2
     """Number of checkpoints to keep. When a newer checkpoint is complete, older ones are deleted."""
+    keep_every: NonNegativeInt = 0
+    """Checkpoints of each multiple of so many steps are kept, too, e.g. for evaluations after the run. It is a multiple
+    of `every_steps`. 0: none."""
     keep_best: NonNegativeInt = 0
     """Number of checkpoints with the highest held-out rewards to keep in addition to the newest ones. The evaluation
     that was due after a step belongs to the checkpoint of that step. Of `every_steps` and `eval.every_steps`, one must

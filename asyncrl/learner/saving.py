@@ -4,9 +4,10 @@ and at the end of the run.
 Training waits while the state is copied in memory. The copies are written while the next steps run. Only one save runs
 at a time: a checkpoint that is due meanwhile is postponed until the running save has ended.
 
-The newest `checkpoint.keep` checkpoints stay, and the `checkpoint.keep_best` best ones. When a checkpoint cannot be
-written, training goes on and the previous checkpoint stays. When the checkpoint at the end of the run cannot be
-written, the run first writes its other records and then fails.
+The newest `checkpoint.keep` checkpoints stay, those of multiples of `checkpoint.keep_every`, and the
+`checkpoint.keep_best` best ones. When a checkpoint cannot be written, training goes on and the previous checkpoint
+stays. When the checkpoint at the end of the run cannot be written, the run first writes its other records and then
+fails.
 """
 
 import asyncio
@@ -221,12 +222,14 @@ class Checkpoints:
         )
 
     def _drop_old(self) -> None:
-        """Deletes all but the newest `checkpoint.keep` complete checkpoints and the best ones, and the remains of
-        unfinished saves."""
+        """Deletes all complete checkpoints but the newest `checkpoint.keep`, those of multiples of
+        `checkpoint.keep_every`, and the best ones. Deletes the remains of unfinished saves, too."""
         with self._warning():
             found = {int(match[1]): path for path in self.folder.iterdir() if (match := _STEP.fullmatch(path.name))}
             whole = sorted(step for step, path in found.items() if (path / COMPLETE).exists())
-            for step in found.keys() - {*whole[-self.config.keep :], *self.best(whole)}:
+            every = self.config.keep_every
+            spaced = [step for step in whole if every and step % every == 0]
+            for step in found.keys() - {*whole[-self.config.keep :], *spaced, *self.best(whole)}:
                 with self._warning():  # one folder that cannot be deleted must not keep the others from being deleted
                     discard(found[step])  # renames it first, so that a kill leaves no part of a checkpoint
             for left in self.folder.glob("step-*.tmp"):

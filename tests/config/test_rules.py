@@ -209,6 +209,11 @@ _LIMITS = [
         "there is no such held-out set; the sets are heldout",
     ),
     (
+        ["checkpoint.keep_every=30", "checkpoint.every_steps=20"],
+        ["checkpoint.keep_every=40", "checkpoint.every_steps=20"],
+        "is not a multiple of checkpoint.every_steps = 20",
+    ),
+    (
         ["checkpoint.keep_best=1"],
         ["checkpoint.keep_best=1", "eval.every_steps=20"],
         "because eval.every_steps = 0; set eval.every_steps",

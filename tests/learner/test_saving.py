@@ -20,9 +20,11 @@ from asyncrl.learner.audit_records import TrainedStep
 from asyncrl.learner.records import StepRecord
 
 
-def scene(*, every_steps: int, keep: int = 2, total_steps: int = 5) -> Scene:
+def scene(*, every_steps: int, keep: int = 2, keep_every: int = 0, total_steps: int = 5) -> Scene:
     return Scene(
-        checkpoint={"every_steps": every_steps, "keep": keep}, learner={"total_steps": total_steps}, eval={"prompts": 0}
+        checkpoint={"every_steps": every_steps, "keep": keep, "keep_every": keep_every},
+        learner={"total_steps": total_steps},
+        eval={"prompts": 0},
     )
 
 
@@ -492,6 +494,13 @@ async def test_the_records_for_the_audit_are_on_the_disk_before_each_save_also_o
     await run.run()
     assert [recorded for recorded, _ in begun] == [2, 3, 4], "by time, by steps, at the end"
     assert all(on_disk == recorded for recorded, on_disk in begun)
+
+
+@pytest.mark.asyncio
+async def test_those_of_each_multiple_stay_besides_the_newest() -> None:
+    run = scene(every_steps=1, keep=1, keep_every=2)
+    await run.run()
+    assert left(run) == ["step-2", "step-4", "step-5"]
 
 
 @pytest.mark.asyncio
