@@ -48,6 +48,8 @@ _begun = mmap.mmap(-1, 1)
 """1 after `mark_begun`. The memory is shared with the processes that are forked later, so it outlives the child."""
 _on_purpose = mmap.mmap(-1, 1)
 """1 after `ends_on_purpose`. The parent reads it after the child has ended."""
+_asked = mmap.mmap(-1, 1)
+"""1 after `asked_to_end`. The parent reads it after the child has ended."""
 
 
 def mark_begun() -> None:
@@ -66,13 +68,21 @@ def ends_on_purpose() -> None:
     _on_purpose[0] = 1
 
 
+def asked_to_end() -> None:
+    """Records for the parent process that this one was asked to end. No other child is started then, however this one
+    ends: `asyncrl down` signals the child and not the parent, which ignores SIGINT if a shell started it in the
+    background."""
+    _asked[0] = 1
+
+
 def supervise() -> None:
     """Returns in a child process, which runs the command. This process waits for it and then exits with its exit code.
 
     The child calls `ends_on_purpose` right before it exits on purpose. The next child is started, and `supervise`
     returns there, if a child has ended without that call (it was killed, or a library ended it), or has the exit code
     `RESTART_MENDS`. SIGTERM, SIGINT and SIGHUP are passed on to the child. After one of them, no child is started, and
-    none after `EARLY_DEATHS` children in a row that died within `EARLY_S` seconds.
+    none after `asked_to_end` of the child, or after `EARLY_DEATHS` children in a row that died within `EARLY_S`
+    seconds.
 
     Must be called in the main thread, before any other thread was started.
     """
@@ -95,7 +105,7 @@ def supervise() -> None:
         status, asked = _wait(child, ending)
         on_purpose = bool(_on_purpose[0])
         code = os.waitstatus_to_exitcode(status)
-        if asked or (on_purpose and code != RESTART_MENDS):
+        if asked or _asked[0] or (on_purpose and code != RESTART_MENDS):
             # The child has written all output. Buffers that were copied at the fork must not be flushed again.
             os._exit(code if code >= 0 else 128 - code)
         _earlier_end = "with an error" if on_purpose else f"by {_how(code)}"

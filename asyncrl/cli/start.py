@@ -26,6 +26,7 @@ take seconds. So they are inside functions, and are phases of the start that the
 import asyncio
 import contextlib
 import logging
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ import typer
 from rich.console import Console
 
 from asyncrl.checkpoints.directory import CHECKPOINTS
+from asyncrl.cli import restarts
 from asyncrl.cli.options import (
     LINE_EVERY_STEPS,
     clear_previous,
@@ -44,7 +46,6 @@ from asyncrl.cli.options import (
     print_previous,
     weights_named,
 )
-from asyncrl.cli.restarts import PREEMPTED, mark_begun, restarts
 from asyncrl.cli.terminal import print_warnings, show_cursor
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.tasks import Stopped, check_stop, running
@@ -126,15 +127,20 @@ def run_in_terminal(
         config, role=command, console=ShownConsole(), started_s=monotonic_at_process_start(), choose=choose
     )
     with showing as (run_dir, screen):
+
+        def asked(number: signal.Signals) -> None:
+            restarts.asked_to_end()
+            asked_to_end(run_dir, config.run.shutdown_grace_s, number)
+
         summary = run_until_done(
             partial(run, config, run_dir=run_dir, screen=screen, prompts=prompts, new_parts=new_parts),
-            asked=partial(asked_to_end, run_dir, config.run.shutdown_grace_s),
+            asked=asked,
             at_once=[show_cursor, partial(ended_at_once, run_dir)],
         )
     preempted = run_dir.end is RunState.PREEMPTED
     print_outcome(summary, run_dir.path, config=config, again=again)
     if summary is None or preempted:
-        raise typer.Exit(PREEMPTED if preempted else 1)
+        raise typer.Exit(restarts.PREEMPTED if preempted else 1)
 
 
 # --- admission -----------------------------------------------------------------------------------------------------
@@ -154,7 +160,7 @@ def join_admitted(address: str, config: Config, *, choose: Choice) -> Choice:
 
     join(address, namespace=config.run.name, folder=config.run.dir)
     directory = config.run.dir / config.run.name
-    limits, gone = config.buffer, restarts() > 0 or may_have_died(directory)
+    limits, gone = config.buffer, restarts.restarts() > 0 or may_have_died(directory)
     patience_s = limits.heartbeat_timeout_s + limits.call_timeout_s if gone else 0.0
     info = known_info(directory) if choose is not no_checkpoint and has_checkpoint(config) else None
     restores = None if info is None else info.nonce
@@ -213,7 +219,7 @@ def reported_run(config: Config, *, role: str, choose: Choice = unfinished_run) 
         # closed last, because it gets an error of the report.
         after.enter_context(log_to(run_dir.log_path(role, 0)))
         after.callback(_write_report, run_dir.path)
-        mark_begun()
+        restarts.mark_begun()
         yield run_dir
 
 
@@ -315,7 +321,7 @@ async def run_learner(
 
     def starts_again() -> bool:
         # TransferQueue's index of the rows dies with the learner's process, so no generator can go on.
-        return config.data_plane.backend != "transfer_queue" and restarts() < config.run.max_restarts
+        return config.data_plane.backend != "transfer_queue" and restarts.restarts() < config.run.max_restarts
 
     parts = new_parts()
     run_dir.started_ray(parts.joined_address())

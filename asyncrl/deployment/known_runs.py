@@ -196,8 +196,7 @@ def process_of(directory: Path) -> psutil.Process | None:
     """Returns the process of the run that lives on this machine, to which signals can be sent; None if there is none.
 
     It is the process that run.json names, if that process holds the directory's `lock`: a run directory may come from
-    elsewhere, with the pid of any process. If a command restarts its run by itself, it is the command's parent process,
-    which passes signals on.
+    elsewhere, with the pid of any process.
     """
     info = known_info(directory)
     if info is None or _lives(directory, info) is not True:
@@ -208,9 +207,7 @@ def process_of(directory: Path) -> psutil.Process | None:
         locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
         if [str(info.pid), str(inode)] not in [[lock[4], lock[5].rpartition(":")[2]] for lock in locks]:
             return None
-        process = psutil.Process(info.pid)
-        parent = process.parent()
-        return parent if parent is not None and parent.cmdline() == process.cmdline() else process
+        return psutil.Process(info.pid)
     return None
 
 

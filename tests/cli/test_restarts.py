@@ -63,6 +63,14 @@ ends_on_purpose(); sys.exit(0)
     assert lines == ["start 0", "False", "start 1", "False", "start 2", "True"]
 
 
+@pytest.mark.parametrize(
+    "end", ["os.kill(os.getpid(), signal.SIGKILL)", f"ends_on_purpose(); sys.exit({RESTART_MENDS})"]
+)
+def test_a_process_that_was_asked_to_end_is_not_started_again_however_it_ends(end: str) -> None:
+    body = f"from asyncrl.cli.restarts import asked_to_end\nasked_to_end(); {end}"
+    assert ended(started(body, stderr=subprocess.DEVNULL))[0] == ["start 0"]
+
+
 def test_a_process_that_dies_at_its_start_again_and_again_is_not_started_for_ever() -> None:
     process = started("os.kill(os.getpid(), signal.SIGKILL)", stderr=subprocess.PIPE)
     output, errors = process.communicate(timeout=60)
