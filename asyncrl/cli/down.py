@@ -32,14 +32,24 @@ def down(run: RunningRun, address: RunningAddress = None, now: Now = False) -> N
     ended. Only processes and files on this machine, and since its last boot, are ended and removed. A run that ended by
     itself needs no `down`. A run that is being restarted at this moment may continue: call `down` again.
     """
-    from asyncrl.deployment.known_runs import as_it_is, check_there, clear, named_run, own_address, process_of
+    from asyncrl.deployment.known_runs import (
+        as_it_is,
+        check_there,
+        clear,
+        ended_run,
+        named_run,
+        own_address,
+        process_of,
+    )
     from asyncrl.deployment.local_clusters import use_ray_token
 
     directory, named = named_run(run), named_address(address)
     grace_s = _grace_s(directory)
     if named is None and (process := process_of(directory)) is not None:
         _end_process(process, directory.name, grace_s=grace_s, now=now)
-    lines = clear(directory)
+        lines = [*filter(None, [ended_run(directory)]), *clear(directory)]
+    else:
+        lines = clear(directory)
     info = as_it_is(directory)
     running = info is not None and info.state == "running"
     ray_is_gone = info is not None and not running and info.ray_session is not None

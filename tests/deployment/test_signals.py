@@ -172,6 +172,7 @@ def test_down_ends_a_run_that_lives_here_as_ctrl_c_does_and_waits_for_its_end(tm
     assert answer.exit_code == 0, answer.output
     assert not psutil.pid_exists(started.process.pid), "`down` returned before the run had ended"
     assert "it finishes its step and saves its weights" in answer.output
+    assert "run quick stopped" in answer.output
     assert started.written().items() >= (ENDED | {"exit_reason": "asked to end by SIGINT, after step 1 of 9"}).items()
     assert process_of(started.path) is None
 
