@@ -1,6 +1,8 @@
-"""A dry run of the Slurm script with stand-ins for `srun` and `scontrol`, which record how they were called.
+"""A dry run of the Slurm script with stand-ins for Slurm's commands, which record how they were called.
 
-The decisions of the script are real: the nodes of each pool, the reaction to signals, and restarts.
+The decisions of the script are real: the nodes of each pool, the reaction to signals, and restarts. The stand-in for
+`srun` runs its task in a process of its own. Like srun, it kills the task when it gets TERM, and only `scancel` sends a
+TERM to the task. tests/campaign/test_slurm_jobs.py submits the script to a real Slurm.
 """
 
 import json
@@ -31,9 +33,12 @@ SRUN = """#!/usr/bin/env -S {python} -S -E
 import json, os, pathlib, signal, stat, sys, time
 argv = sys.argv[1:]
 command = argv[next(i for i, word in enumerate(argv) if not word.startswith("--")):]
+shell = command[:3] if command[0] == "bash" else []
+command = command[4:] if shell else command  # bash -c SCRIPT NAME command…
 token = pathlib.Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "/missing"))
 record = {{
-    "options": argv[: len(argv) - len(command)], "command": command, "mode": os.environ.get("RAY_AUTH_MODE"),
+    "options": argv[: len(argv) - len(command)], "shell": shell, "command": command,
+    "mode": os.environ.get("RAY_AUTH_MODE"),
     "token": token.read_text() if token.exists() else None,
     "token_mode": stat.S_IMODE(token.stat().st_mode) if token.exists() else None,
 }}
@@ -42,9 +47,24 @@ def write(**more):
         file.write(json.dumps(record | more) + "\\n")
 def ended(*_):
     write(ended=True)
-    sys.exit(0)
-signal.signal(signal.SIGTERM, ended)
+    time.sleep(float(os.environ.get("END_S", "0")))
+    os._exit(int(os.environ.get("CODE_AFTER_TERM", "76")))
 write()
+steps = pathlib.Path(os.environ["RECORD"]).parent / "steps"
+steps.mkdir(exist_ok=True)
+task = os.fork()
+if task:
+    def forced(*_):
+        write(forced=True)
+        os.kill(task, signal.SIGKILL)
+    signal.signal(signal.SIGTERM, forced)
+    step, name = steps / str(os.getpid()), argv[[word.startswith("--job-name=") for word in argv].index(True)]
+    step.with_suffix(".new").write_text(f"{{name.partition('=')[2]}} {{task}}")
+    step.with_suffix(".new").rename(step)
+    code = os.waitstatus_to_exitcode(os.waitpid(task, 0)[1])
+    step.unlink()
+    sys.exit(code if code >= 0 else 128 - code)
+signal.signal(signal.SIGTERM, ended)
 if command[0] == "hostname":
     print(os.environ.get("ADDRESS_OF_HEAD", "10.0.0.1"))
 elif command[:2] == ["ray", "start"]:
@@ -62,7 +82,20 @@ elif command[:2] == ["asyncrl", "learner"]:
     sys.exit(int(os.environ.get("LEARNER_EXIT", "0")))
 elif command[:2] == ["asyncrl", "generator"]:
     starts = [json.loads(line)["command"][:2] for line in open(os.environ["RECORD"])].count(command[:2])
-    sys.exit(int((os.environ.get("GENERATOR_EXITS", "").split() + ["0"] * starts)[starts - 1]))
+    how = (os.environ.get("GENERATOR_EXITS", "").split() + ["0"] * starts)[starts - 1]
+    if how == "stays":
+        time.sleep(300)
+    sys.exit(int(how))
+"""
+SQUEUE = """#!/bin/sh
+if [ -n "$LATE" ] && [ ! -e late ]; then touch late; exit; fi
+for step in steps/*[0-9]; do
+  if [ -e "$step" ]; then echo "$SLURM_JOB_ID.${{step#steps/}} $(cut -d ' ' -f 1 "$step")"; fi
+done
+"""
+SCANCEL = """#!/bin/sh
+if [ "$1 $2" != "--ctld --signal=TERM" ]; then exit 2; fi
+kill -TERM "$(cut -d ' ' -f 2 "steps/${{3#"$SLURM_JOB_ID".}}")"
 """
 SCONTROL = """#!/bin/sh
 case "$1" in
@@ -78,6 +111,8 @@ cat "$kept"
 """The script calls `config check` and `config show`, whose output depends on their arguments only. So the output for
 each list of arguments is kept for all jobs. If the command fails, nothing is kept."""
 
+COMMANDS = {"srun": SRUN, "squeue": SQUEUE, "scancel": SCANCEL, "scontrol": SCONTROL, "asyncrl": ASYNCRL}
+
 
 class Job:
     """A job with its working directory; it can be started there several times."""
@@ -86,7 +121,7 @@ class Job:
         self.folder = folder
         bin_folder = folder / "bin"
         bin_folder.mkdir()
-        for name, text in {"srun": SRUN, "scontrol": SCONTROL, "asyncrl": ASYNCRL}.items():
+        for name, text in COMMANDS.items():
             (bin_folder / name).write_text(text.format(python=sys.executable, kept=kept))
             (bin_folder / name).chmod(0o755)
         self.environment = os.environ | {
@@ -119,7 +154,16 @@ class Job:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def commands(self, *begin: str) -> list[dict[str, Any]]:
-        return [each for each in self.calls() if each["command"][: len(begin)] == list(begin) and "ended" not in each]
+        return [
+            each
+            for each in self.calls()
+            if each["command"][: len(begin)] == list(begin) and not {"ended", "forced"} & set(each)
+        ]
+
+    def marked(self, mark: str) -> list[str]:
+        """Returns the first two words of the commands whose record has `mark`, in their order: `ended` for a task that
+        got TERM, `forced` for a step that srun killed."""
+        return [" ".join(each["command"][:2]) for each in self.calls() if mark in each]
 
     def record_end(self, state: str, *, run: str = "runs/quickstart") -> None:
         """Writes the run.json of a run that ended."""
@@ -147,8 +191,9 @@ def job(tmp_path: Path, kept: Path) -> Iterator[Job]:
 
 def nodes_of(call: dict[str, Any]) -> str:
     [found] = [option.partition("=")[2] for option in call["options"] if option.startswith("--nodelist=")]
-    [count] = [option.partition("=")[2] for option in call["options"] if option.startswith("--nodes=")]
-    assert int(count) == len(found.split(","))
+    for of in ("--nodes=", "--ntasks="):  # without --ntasks, Slurm takes the number of the job's tasks (SLURM_NTASKS)
+        [count] = [option.partition("=")[2] for option in call["options"] if option.startswith(of)]
+        assert int(count) == len(found.split(","))
     return str(found)
 
 
@@ -177,9 +222,21 @@ def test_the_first_nodes_train_and_all_others_generate(job: Job) -> None:
     assert job.requeued is False
 
 
+def test_a_ray_node_that_does_not_start_is_started_again_except_the_head(job: Job) -> None:
+    assert job.run()[0] == 0
+    tried = job.folder / "tried"
+    for node in job.commands("ray", "start"):
+        tried.unlink(missing_ok=True)
+        options = [option for option in node["command"] if option == "--head"]
+        failing = ["sh", "-c", f"echo >> {tried}; exit 1", "ray", *options]
+        assert subprocess.run([*node["shell"], "ray-node", *failing], check=False).returncode == 1
+        assert tried.read_text().count("\n") == (1 if options else 3)
+        assert subprocess.run([*node["shell"], "ray-node", "true", *options], check=False).returncode == 0
+
+
 def test_every_step_has_the_token_and_no_argument_shows_it(job: Job) -> None:
     assert job.run()[0] == 0
-    calls = [call for call in job.calls() if "ended" not in call]
+    calls = job.commands()
     [token] = {call["token"] for call in calls}
     assert len(token) == 64
     assert {call["mode"] for call in calls} == {"token"}
@@ -217,7 +274,7 @@ def test_a_learner_that_fails_fails_the_job_and_does_not_bring_it_back(job: Job)
     code, _ = job.run(LEARNER_EXIT="7")
     assert code == 7
     assert job.requeued is False
-    wait_for(lambda: len([call for call in job.calls() if "ended" in call]) >= 2)  # no Ray node is left running
+    wait_for(lambda: job.marked("forced").count("ray start") == 2)  # no Ray node is left running
 
 
 def test_generators_that_a_dead_process_of_the_run_ended_are_started_again(job: Job) -> None:
@@ -229,18 +286,59 @@ def test_generators_that_a_dead_process_of_the_run_ended_are_started_again(job: 
     assert [call["command"] for call in calls] == [calls[0]["command"]] * 3
 
 
+@pytest.mark.parametrize("code_after_term", ["0", "76"])
 @pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
 def test_a_signal_ends_the_pools_cleanly_and_only_the_time_limits_brings_the_job_back(
-    number: signal.Signals, requeued: bool, job: Job
+    number: signal.Signals, requeued: bool, code_after_term: str, job: Job
 ) -> None:
-    process = job.start(LEARNER_S="600")
+    process = job.start(LEARNER_S="600", GENERATOR_EXITS="stays", CODE_AFTER_TERM=code_after_term, END_S="1.5")
     wait_for(lambda: job.commands("asyncrl", "learner") and job.commands("asyncrl", "generator"))
     process.send_signal(number)
     said = process.communicate(timeout=FAR_S)[1]
     assert process.returncode == 0, said
-    ended = [call["command"][1] for call in job.calls() if "ended" in call and call["command"][0] == "asyncrl"]
-    assert "learner" in ended
+    assert sorted(job.marked("ended")) == ["asyncrl generator", "asyncrl learner"]  # each got one TERM
+    wait_for(lambda: len(job.marked("forced")) >= 2)
+    assert set(job.marked("forced")) == {"ray start"}
     assert job.requeued is requeued
+
+
+def test_a_pool_whose_step_slurm_does_not_know_yet_is_signalled_later(job: Job) -> None:
+    process = job.start(LEARNER_S="600", GENERATOR_EXITS="stays", LATE="1")
+    wait_for(lambda: job.commands("asyncrl", "learner") and job.commands("asyncrl", "generator"))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(FAR_S) == 0
+    assert sorted(job.marked("ended")) == ["asyncrl generator", "asyncrl learner"]
+
+
+def test_generators_end_before_ray_when_the_learner_has_ended(job: Job) -> None:
+    assert job.run(GENERATOR_EXITS="stays")[0] == 0
+    assert job.marked("ended") == ["asyncrl generator"]
+    wait_for(lambda: job.marked("forced") == ["ray start"] * 2)
+
+
+def test_a_learner_that_was_ended_from_outside_does_not_end_the_job_normally(job: Job) -> None:
+    assert job.run(LEARNER_EXIT="76")[0] == 76
+    assert job.requeued is False
+
+
+def test_a_learner_that_does_not_end_in_time_is_named(job: Job) -> None:
+    process = job.start(LEARNER_S="600", END_S="600", DRAIN_S="2")
+    wait_for(lambda: job.commands("asyncrl", "learner"))
+    process.send_signal(signal.SIGUSR1)
+    said = process.communicate(timeout=FAR_S)[1]
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "the learner did not end within DRAIN_S = 2 s" in said
+    assert "asyncrl learner" in job.marked("forced")
+    assert job.requeued is True
+
+
+def test_a_run_that_finished_while_it_was_asked_to_end_is_not_brought_back(job: Job) -> None:
+    process = job.start(LEARNER_S="600")
+    wait_for(lambda: job.commands("asyncrl", "learner"))
+    job.record_end("finished")
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(FAR_S) == 0
+    assert job.requeued is False
 
 
 def test_restarts_are_bounded(job: Job) -> None:
