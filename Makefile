@@ -47,6 +47,7 @@ check: $(LIGHT) ## checks format, types, layers, generated pages and dashboards,
 	$(BIN)/python .ci/house
 	$(BIN)/python -m asyncrl.config.docs --check
 	$(BIN)/python -m asyncrl.metrics.docs --check
+	$(BIN)/python -m asyncrl.algorithms.docs --check
 	$(BIN)/python dashboards/build.py --check
 	$(BIN)/python docs/faults.py --check
 	$(SITE)
@@ -79,6 +80,7 @@ bench: $(STAMP) ## measures how fast runs are, and writes the tables in docs/ben
 docs: $(LIGHT) ## writes the generated pages and dashboards, and the site: open site/index.html in a browser
 	$(BIN)/python -m asyncrl.config.docs
 	$(BIN)/python -m asyncrl.metrics.docs
+	$(BIN)/python -m asyncrl.algorithms.docs
 	$(BIN)/python dashboards/build.py
 	$(BIN)/python docs/faults.py
 	$(SITE)

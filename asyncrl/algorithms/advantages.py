@@ -9,7 +9,7 @@ every sample once, unless an estimator's `whiten` is `tokens`.
 - A group whose rewards are all equal gets exactly 0 from a group baseline. There is no 0/0 and no amplified rounding.
 - Standard deviations divide by n − 1, unless an estimator's `divisor` is `n`.
 
-`baselines.py` has the estimators as rows of data. docs/advantages.md has their formulas and sources. Estimators that
+`baselines.py` has the estimators as rows of data. docs/losses.md has their formulas and sources. Estimators that
 give every token its own advantage are in `token_estimators.py` and `returns.py`. Legend: N samples of the step, in any
 order.
 """

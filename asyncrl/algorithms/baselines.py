@@ -2,8 +2,11 @@
 
 `algorithm.advantage` names a row, or a row and the axes to replace in it. `advantages.py` computes the rows of
 `OUTCOMES` from the rewards of samples. If a row also has a part for each token, `token_estimators.py` computes that
-part. `asyncrl.value.estimators` computes the rows of `CRITIC_BASED` from a critic's values. docs/advantages.md has the
-formulas of all rows.
+part. `asyncrl.value.estimators` computes the rows of `CRITIC_BASED` from a critic's values.
+
+`axes.py` makes docs/losses.md, `asyncrl losses --axes` and `asyncrl config schema` from the docstrings here. They
+describe every named value as "`value`: text". In the formulas of the rows, r is a sample's reward, and mean, std and n
+are those of its group.
 """
 
 import math
@@ -28,17 +31,17 @@ class Whitening(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     of a group's rewards."""
 
     whiten: Literal["none", "samples", "tokens"] = "none"
-    """Subtracts the mean over the step and divides by the standard deviation over the step; `none` does neither.
-    `samples`: every sample has the same weight in both. `tokens`: every trained token has the same weight, so a long
-    completion has a larger weight."""
+    """Subtracts the mean over the step and divides by the standard deviation over the step. `none`: neither. `samples`:
+    every sample has the same weight in both. `tokens`: every trained token has the same weight, so a long completion
+    has a larger weight."""
     keep_mean: bool = False
     """Adds the mean back after whitening, so that only the scale changes."""
     eps: float = 1e-6
     """Added to a divisor (see `eps_in`), so that nearly equal rewards do not become large advantages."""
     eps_in: Literal["std", "variance"] = "std"
-    """`std`: the divisor is std + eps. `variance`: the divisor is √(variance + eps)."""
+    """The place of eps in a divisor. `std`: the divisor is std + eps. `variance`: the divisor is √(variance + eps)."""
     divisor: Literal["n-1", "n"] = "n-1"
-    """The variance is the sum of squares divided by n or by n − 1, where n is the number of values."""
+    """The number by which a variance divides the sum of the squares of n values. `n-1`: n − 1. `n`: n."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.eps < math.inf:
@@ -50,8 +53,10 @@ class RewardKL(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     in nats (InstructGPT, 2203.02155)."""
 
     beta: float
+    """β, above 0."""
     kind: Literal["k1", "k2", "k3"] = "k1"
-    """The estimator of the KL. `asyncrl.algorithms.returns.kl_estimate` has the formulas."""
+    """The estimate of the KL, from d = log π − log π_ref with the policy π at the step's start. `k1`: d. `k2`: d²/2.
+    `k3`: e^(−d) − 1 + d."""
 
     def __post_init__(self) -> None:
         check_positive("kl.beta", self.beta, "; to train without a KL, remove kl")
@@ -61,25 +66,29 @@ class Outcome(Whitening, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One advantage for each sample: (reward − baseline) / scale, then whitened."""
 
     rewards: Literal["total", "components"] = "total"
-    """`total`: each sample has one reward. `components`: each sample has several rewards. Each of them gets its own
-    baseline and scale, and the results are weighted and added."""
+    """The rewards that are compared. `total`: one reward of each sample. `components`: several rewards of each sample.
+    Each of them gets its own baseline and scale, and the results are weighted and added."""
     weights: dict[str, float] = {}
     """Weight of each reward component, by its name. If empty, every weight is 1."""
     length_penalty: float | None = None
     """α: before all other steps, a reward is multiplied by 1 / (1 + α · tokens / mean tokens of its group)."""
     baseline: Literal["none", "group_mean", "leave_one_out", "length_weighted_mean", "soft_value", "greedy"] = "none"
-    """The value that is subtracted from a reward. `soft_value`: temperature · log of the mean of e^(r / temperature)
-    over the group. `greedy`: the reward of a greedy completion of the same prompt."""
+    """The value that is subtracted from a reward. `none`: 0. `group_mean`: the mean of the group. `leave_one_out`: the
+    mean of the other rewards of the group. `length_weighted_mean`: Σ l·r / Σ l over the group, where l is the number of
+    tokens of a completion. `soft_value`: temperature · log of the mean of e^(r / temperature) over the group. `greedy`:
+    the reward of a greedy completion of the same prompt."""
     temperature: float = 1.0
     """Temperature of `soft_value`. A small value gives nearly the best reward of the group, a large one the mean."""
     scale: Literal[
         "none", "group_std", "leave_one_out_std", "batch_std", "group_mean", "informative_share", "nonzero_share"
     ] = "none"
-    """The divisor of reward − baseline. `leave_one_out_std`: the standard deviation of the other rewards of the group;
-    if these are all equal, the divisor is 1. `informative_share`: the share of the step's samples whose group has
-    unequal rewards. `nonzero_share`: the share of the step's rewards that are not 0."""
+    """The divisor of reward − baseline. `none`: 1. `group_std`: the standard deviation of the group's rewards.
+    `leave_one_out_std`: the standard deviation of the other rewards of the group; if these are all equal, the divisor
+    is 1. `batch_std`: the standard deviation of the step's rewards. `group_mean`: the mean of the group.
+    `informative_share`: the share of the step's samples whose group has unequal rewards, GPG's (B − M) / B.
+    `nonzero_share`: the share of the step's rewards that are not 0, which verl uses in its place."""
     single: Literal["zero", "raw"] = "zero"
-    """Advantage of a sample that is alone in its group: 0 (`zero`) or its reward (`raw`)."""
+    """Advantage of a sample that is alone in its group. `zero`: 0. `raw`: its reward."""
 
     def __post_init__(self) -> None:
         Whitening.__post_init__(self)
@@ -122,8 +131,11 @@ class DiscountedOutcome(Outcome, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     kl: RewardKL | None = None
+    """The KL to the reference inside the reward, or null for none. It is an option of `reinforce_pp`,
+    `reinforce_pp_baseline`, `gae` and `vtrace`."""
     gamma: float = 1.0
-    """γ: a reward counts γ^k for the token that is k trained tokens before it."""
+    """γ: a reward counts γ^k for the token that is k trained tokens before it. It is above 0 and at most 1. It is an
+    option of `reinforce_pp` and `reinforce_pp_baseline`; for `gae` and `vtrace` it is `critic.gamma`."""
 
     def __post_init__(self) -> None:
         Outcome.__post_init__(self)
@@ -141,7 +153,10 @@ class CriticBased(Whitening, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     `critic`."""
 
     whiten: Literal["none", "samples", "tokens"] = "tokens"
+    """Subtracts the mean over the step and divides by the standard deviation over the step. `none`: neither. `samples`:
+    every sample has the same weight in both. `tokens`: every trained token has the same weight."""
     kl: RewardKL | None = None
+    """The KL to the reference inside the reward of each token, or null for none."""
 
     @property
     def divides_by_std(self) -> bool:
@@ -156,7 +171,12 @@ class OwnEstimator(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Advantage = Outcome | CriticBased | OwnEstimator
-"""The values of `algorithm.advantage`: a name from one of the two tables below, or an estimator of the user."""
+"""The estimator of the advantages: a name, an import path, or a mapping of its `name` and options. In the formulas, r
+is a sample's reward, and mean, std and n are those of the sample's group. The batch is the whole step.
+
+Stale tokens: an advantage does not depend on the age of the tokens. Only `vtrace` reads importance weights.
+
+Example: `algorithm: {loss: decoupled_icepop, advantage: {name: group_norm, eps: 1e-4, divisor: n}}`"""
 
 OUTCOMES: Mapping[str, Outcome] = MappingProxyType(
     {
@@ -176,10 +196,24 @@ OUTCOMES: Mapping[str, Outcome] = MappingProxyType(
         "remax": Outcome(baseline="greedy"),
     }
 )
-"""Estimators that need only the step's `Samples`. A `DiscountedOutcome` with `by_token` also needs tokens."""
+"""Estimators that need only the step's `Samples`. A `DiscountedOutcome` with `by_token` also needs tokens.
+
+`group_norm`: (r − mean) / std (GRPO, 2402.03300). `group_mean`: r − mean (Dr. GRPO, 2503.20783). `leave_one_out`: r −
+mean of the other rewards (RLOO, 2402.14740). `leave_one_out_std`: like `leave_one_out`, divided by the std of the other
+rewards if they differ (as NeMo RL does it). `batch_std`: (r − mean) / std of the batch (2508.08221). `reinforce_pp`: r,
+whitened over the batch (REINFORCE++, 2501.03262). `reinforce_pp_baseline`: r − mean, whitened over the batch
+(2501.03262). `maxrl`: (r − mean) / mean; needs rewards of at least 0 (MaxRL, 2602.02710). `gpg`: (r − mean) · B / (B −
+M), for B samples of which M are in groups of equal rewards (GPG, 2504.02546). `opo`: r − Σ l·r / Σ l, where l is the
+number of tokens of a completion (OPO, 2505.23585). `oapl`: r − τ · log mean e^(r/τ), with τ = `temperature` = 1 (OAPL,
+2602.19362). `gr3`: q − mean of q, with q = r / (1 + α · l / mean l) and α = 0.33; needs rewards of at least 0
+(2603.10535). `gdpo`: each of several rewards as in `group_norm`, weighted, added, whitened over the batch (GDPO,
+2601.05242). `remax`: r − the reward of a greedy completion of the same prompt (ReMax, 2310.10505)."""
 
 CRITIC_BASED: Mapping[str, CriticBased] = MappingProxyType({"gae": CriticBased(), "vtrace": CriticBased()})
-"""Estimators that need the configuration section `critic`."""
+"""Estimators that need the configuration section `critic`.
+
+`gae`: one for each token, from a critic, whitened over the step's tokens (1506.02438). `vtrace`: one for each token,
+from a critic and the importance weights, whitened over the step's tokens (1802.01561)."""
 
 
 def advantage_name(advantage: str | Mapping[str, Any] | None) -> str | None:

@@ -17,6 +17,11 @@ ranks. Nothing else divides the loss.
 
 Bounds of ratios are ratios (0.8, 1.28, inf), not an ε whose meaning depends on the algorithm. Bounds of divergences are
 in nats. `token_terms.py` and `loss.py` compute the tensors. `presets.py` has the published algorithms as rows of data.
+
+`axes.py` makes docs/losses.md, `asyncrl losses --axes` and `asyncrl config schema` from the docstrings here. Each field
+has one. It describes every named value as "`value`: text". A paragraph that begins with "Stale tokens:" says what
+happens to tokens that weights older than those of the step have sampled. One that begins with "Example:" is a part of a
+configuration.
 """
 
 import math
@@ -29,9 +34,12 @@ from asyncrl.algorithms.axis_errors import check_positive, check_ratio_bounds
 
 Anchor = Literal["current", "proximal", "behaviour"]
 Source = Literal["current", "proximal", "behaviour", "reference"]
+"""`current`: the weights that are trained, without gradient. `proximal`: the weights at the start of the step.
+`behaviour`: the weights that sampled the token, as the sampler reported it. `reference`: the frozen initial weights."""
 Pool = Literal["token", "mean", "sum", "min", "max"]
-"""How the tokens of a sequence share a value. `token`: each token has its own value. Otherwise all tokens of a sequence
-have one value. The mean of log-ratios is the log of the geometric mean of the ratios."""
+"""`token`: each token has its own value. `mean`: all tokens of a sequence have the mean of their values. The mean of
+log-ratios is the log of the geometric mean of the ratios. `sum`: all have the sum, which for log-ratios is the log of
+the product of the ratios. `min`: all have the smallest value. `max`: all have the largest value."""
 
 
 class _Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,11 +47,22 @@ class _Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Reinforce(_Axis, frozen=True, kw_only=True, tag="reinforce", tag_field="kind"):
-    """The surrogate S = −A · lp of advantage A and log-prob lp (Williams 1992): no ratio, no clip."""
+    """The surrogate S = −A · lp of advantage A and log-prob lp (Williams 1992): no ratio, no clip.
+
+    Stale tokens: they have their full gradient, uncorrected. A `weight` or a gate against `behaviour` corrects it.
+
+    Example: `algorithm: {loss: {surrogate: {kind: reinforce}, weight: {hi: 2.0}}}`
+    """
 
 
 class Linear(_Axis, frozen=True, kw_only=True, tag="linear", tag_field="kind"):
-    """The surrogate S = −A · u of advantage A and ratio u: the importance-weighted objective without a clip."""
+    """The surrogate S = −A · u of advantage A and ratio u: the importance-weighted objective without a clip.
+
+    Stale tokens: with anchor `behaviour`, the gradient is multiplied by u, without a bound.
+
+    Example: `algorithm: {loss: {surrogate: {kind: linear}, anchor: behaviour,
+    gates: [{stat: ratio, p: current, lo: 0.5, hi: 2.0}]}}`
+    """
 
 
 class Clipped(_Axis, frozen=True, kw_only=True, tag="clipped", tag_field="kind"):
@@ -52,11 +71,19 @@ class Clipped(_Axis, frozen=True, kw_only=True, tag="clipped", tag_field="kind")
     For tokens with A < 0, `dual` bounds S by −dual · A (1912.09729). `hi` has no effect on these tokens, so without
     `dual` a bad sample could dominate the step after the policy has made it much more likely. Capping u itself for
     these tokens (2505.07291) is the same function.
+
+    Stale tokens: with anchor `behaviour`, the gradient is multiplied by u, and is 0 beyond the bound to which A pushes
+    the token. With anchor `proximal`, the clip does not see staleness.
+
+    Example: `algorithm: {loss: {surrogate: {kind: clipped, lo: 0.8, hi: 1.28, dual: 3.0}, anchor: behaviour}}`
     """
 
     lo: float = 0.8
+    """Lower bound of the ratio: tokens with A < 0 and u < lo have no gradient. It is 1 − ε of PPO."""
     hi: float = 1.2
+    """Upper bound of the ratio: tokens with A > 0 and u > hi have no gradient. It is 1 + ε of PPO."""
     dual: float | None = None
+    """Ratio above which a token with A < 0 has no gradient, or null for no such bound."""
 
     def __post_init__(self) -> None:
         check_ratio_bounds("clip", self.lo, self.hi, "; for example, ε = 0.2 is lo 0.8 and hi 1.2")
@@ -69,11 +96,20 @@ class Clamp(_Axis, frozen=True, kw_only=True, tag="clamp", tag_field="kind"):
 
     With `ess`, hi is lowered once a step to the effective share e = (Σρ)² / (N · Σρ²) of the step's tokens, with
     ρ = current/behaviour. e is at most 1 (P3O, 2605.12380).
+
+    Stale tokens: with anchor `behaviour`, the gradient is multiplied by the ratio, at least lo and at most hi.
+
+    Example: `algorithm: {loss: {surrogate: {kind: weighted, positive: {kind: clamp, hi: 5.0},
+    negative: {kind: clamp, hi: 1.0}}, anchor: behaviour}}`
     """
 
     lo: float = 0.0
+    """Lower bound of the kernel."""
     hi: float = math.inf
+    """Upper bound of the kernel."""
     ess: bool = False
+    """Lowers hi once a step to the effective share of the step's tokens. It needs lo 0, anchor `behaviour` and level
+    `token`."""
 
     def __post_init__(self) -> None:
         if self.ess and not (self.lo == 0 and self.hi > 0):
@@ -87,9 +123,17 @@ class Clamp(_Axis, frozen=True, kw_only=True, tag="clamp", tag_field="kind"):
 
 class Inverse(_Axis, frozen=True, kw_only=True, tag="inverse", tag_field="kind"):
     """The kernel k(u) = min(1/u, hi) of a `Weighted` surrogate with the ratio u: a token counts less after it has
-    become more likely (2510.06062)."""
+    become more likely (2510.06062).
+
+    Stale tokens: it does not correct for them, because a correction multiplies by u. With anchor `behaviour`, tokens
+    that have become rare since they were sampled count more, up to hi.
+
+    Example: `algorithm: {loss: {surrogate: {kind: weighted, positive: {kind: inverse, hi: 3.0},
+    negative: {kind: clamp, hi: 3.0}}, weight: {hi: 2.0}}}`
+    """
 
     hi: float = math.inf
+    """Upper bound of the kernel, at least 1."""
 
     def __post_init__(self) -> None:
         if not self.hi >= 1:
@@ -101,10 +145,18 @@ class Gamma(_Axis, frozen=True, kw_only=True, tag="gamma", tag_field="kind"):
     the limit u → ∞ (2602.10693).
 
     In the limit u → 0, it is 0 if shape > 0, and e^rate if shape = 0.
+
+    Stale tokens: with anchor `behaviour`, the kernel falls smoothly to 0 for tokens that have become much more likely,
+    and with shape > 0 also for tokens that have become rare.
+
+    Example: `algorithm: {loss: {surrogate: {kind: weighted, positive: {kind: gamma, shape: 2.0, rate: 3.0},
+    negative: {kind: gamma, shape: 3.0, rate: 2.0}}, anchor: behaviour}}`
     """
 
     shape: float
+    """Power of u, at least 0."""
     rate: float
+    """Rate of the exponential, above 0. The kernel is largest at u = shape / rate."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.shape < math.inf and 0 < self.rate < math.inf):
@@ -113,20 +165,40 @@ class Gamma(_Axis, frozen=True, kw_only=True, tag="gamma", tag_field="kind"):
             )
 
 
+Kernel = Clamp | Inverse | Gamma
+"""k(u), the size of a token's gradient in a `weighted` surrogate, which has one kernel for A > 0 and one for A < 0."""
+
+
 class Weighted(_Axis, frozen=True, kw_only=True, tag="weighted", tag_field="kind"):
     """The surrogate S = −A · sg(k(u)) · lp of advantage A, ratio u and log-prob lp: the kernel k sets the size of the
-    token's gradient. There is one kernel for A > 0 and one for A < 0. sg is stop-gradient."""
+    token's gradient. There is one kernel for A > 0 and one for A < 0. sg is stop-gradient.
 
-    positive: Clamp | Inverse | Gamma
-    negative: Clamp | Inverse | Gamma
+    Stale tokens: with anchor `behaviour`, the gradient is multiplied by k(u), and no token loses it while k(u) > 0.
+
+    Example: `algorithm: {loss: {surrogate: {kind: weighted, positive: {kind: clamp, lo: 1.0, hi: 1.0},
+    negative: {kind: clamp, hi: 1.0}}, anchor: behaviour}}`
+    """
+
+    positive: Kernel
+    """The kernel of tokens with an advantage A > 0."""
+    negative: Kernel
+    """The kernel of tokens with an advantage A < 0."""
 
 
 class SoftGate(_Axis, frozen=True, kw_only=True, tag="soft_gate", tag_field="kind"):
     """The surrogate S = −A · (4/τ) · σ(τ · (u − 1)) of advantage A and ratio u: a smooth clip. σ is the sigmoid, and τ
-    is `positive` where A > 0 and else `negative` (2511.20347)."""
+    is `positive` where A > 0 and else `negative` (2511.20347).
+
+    Stale tokens: with anchor `behaviour`, the gradient is multiplied by 4 · u · σ · (1 − σ). It is that of `linear` at
+    u = 1, and vanishes smoothly far from 1.
+
+    Example: `algorithm: {loss: sapo, overrides: {anchor: behaviour, surrogate: {negative: 1.5}}}`
+    """
 
     positive: float = 1.0
+    """Temperature τ of tokens with A > 0. A larger one narrows the band of ratios with a gradient."""
     negative: float = 1.05
+    """Temperature τ of the other tokens."""
 
     def __post_init__(self) -> None:
         check_positive("positive (a temperature)", self.positive)
@@ -139,9 +211,15 @@ class Quadratic(_Axis, frozen=True, kw_only=True, tag="quadratic", tag_field="ki
 
     Its gradient is 0 at u = 1 + width where A > 0, and at u = 1 − width where A < 0. Beyond this point, the gradient
     pulls u back.
+
+    Stale tokens: with anchor `behaviour`, the gradient is multiplied by u · (1 − |u − 1| / width) while A pushes u away
+    from 1. Older tokens beyond 1 ± width are pulled back to the sampler.
+
+    Example: `algorithm: {loss: cfpo, overrides: {anchor: behaviour, surrogate: {width: 0.5}}}`
     """
 
     width: float = 0.2
+    """Distance of u from 1 at which the gradient is 0."""
 
     def __post_init__(self) -> None:
         check_positive("width (a distance of u from 1)", self.width)
@@ -149,9 +227,16 @@ class Quadratic(_Axis, frozen=True, kw_only=True, tag="quadratic", tag_field="ki
 
 class Regression(_Axis, frozen=True, kw_only=True, tag="regression", tag_field="kind"):
     """The surrogate S = (β · log u − A)² of advantage A and ratio u: log u is fitted to A / β, without an importance
-    weight (OAPL, 2602.19362)."""
+    weight (OAPL, 2602.19362).
+
+    Stale tokens: with anchor `behaviour`, a token of any age is drawn to the same target. The gradient grows with
+    |log u|, not with u.
+
+    Example: `algorithm: {loss: oapl, overrides: {surrogate: {beta: 0.01}}}`
+    """
 
     beta: float
+    """β in nats per unit of advantage: a larger one keeps the policy nearer to the anchor."""
 
     def __post_init__(self) -> None:
         check_positive("the beta of a regression", self.beta)
@@ -164,10 +249,17 @@ class PreClip(_Axis, frozen=True, kw_only=True):
     """Bounds the ratio u of every token before the ratios of a sequence are pooled (2507.20673).
 
     Only the side to which the advantage A pushes the ratio has a bound: u ≤ hi where A > 0, and u ≥ lo where A < 0.
+
+    Stale tokens: with anchor `behaviour`, a token whose ratio is beyond the bound enters the pooled ratio with the
+    bound, and its own log-prob has no gradient.
+
+    Example: `algorithm: {loss: gmpo, overrides: {anchor: behaviour, pre_clip: {lo: 0.7, hi: 1.4}}}`
     """
 
     lo: float
+    """Lower bound of the ratio of tokens with A < 0, above 0."""
     hi: float
+    """Upper bound of the ratio of tokens with A > 0."""
 
     def __post_init__(self) -> None:
         if not 0 < self.lo <= 1 <= self.hi:
@@ -184,15 +276,29 @@ class Weight(_Axis, frozen=True, kw_only=True):
 
     With `min_ess`, hi is lowered once a step until the effective share (Σw)² / (N · Σw²) of the weights w of the step's
     N tokens is at least `min_ess`. hi is never lowered below 1.
+
+    Stale tokens: with q `behaviour`, the surrogate is multiplied by how much more likely the newer weights make the
+    token. Without a weight, only the ratio and the gates can correct for them.
+
+    Example: `algorithm: {loss: tis, overrides: {weight: {lo: 0.5, hi: 4.0, outside: zero}}}`
     """
 
     p: Source = "proximal"
+    """The policy in the numerator."""
     q: Source = "behaviour"
+    """The policy in the denominator."""
     pool: Pool = "token"
+    """The weight of a sequence's tokens, from their log-ratios."""
     lo: float = 0.0
+    """Lower bound of the weight, at most 1."""
     hi: float = math.inf
+    """Upper bound of the weight, at least 1."""
     outside: Literal["clamp", "zero"] = "clamp"
+    """Treatment of weights outside [lo, hi]. `clamp`: the weight is the bound, so the token keeps a gradient. `zero`:
+    the token's surrogate is 0."""
     min_ess: float | None = None
+    """Smallest effective share, above 0 and at most 1, to which hi is fitted once a step; null for a fixed hi. It needs
+    outside `clamp` and pool `token`."""
 
     def __post_init__(self) -> None:
         # 1 must be inside, so that on-policy tokens keep weight 1; with equal bounds, the weight would be a constant
@@ -225,28 +331,36 @@ class Gate(_Axis, frozen=True, kw_only=True):
     """Keeps a token's surrogate where lo ≤ stat ≤ hi, and zeroes it elsewhere. The token stays in every denominator,
     and keeps its penalties.
 
-    With d = log p − log q of the token:
+    The stat compares two policies: d = log p − log q of the token. Several gates keep what all of them keep.
 
-    | stat | value |
-    |---|---|
-    | `ratio`, `log_ratio` | e^d, d; pooled before the exponential |
-    | `k1`, `k2`, `k3` | −d, d²/2, e^d − 1 − d: estimates of KL(q ‖ p) in nats, http://joschu.net/blog/kl-approx.html |
-    | `probability` | p − q, the total variation of the token against all other tokens |
-    | `binary_kl` | KL(q ‖ p) of the token against all other tokens |
+    Stale tokens: with q `behaviour`, those that have drifted too far from their sampler are left out. The others keep
+    their gradient as it is.
 
-    `when` restricts the gate to some tokens. `negative_advantage`: tokens with an advantage A < 0. `moving_away`:
-    tokens that A pushes further from d = 0 (A · d > 0). With `budget`, hi is set once a step so that the mean of stat
-    over the kept tokens is at most `budget` (2510.01161).
+    Example: `algorithm: {loss: decoupled_ppo, overrides: {gates: [{stat: k2, pool: mean, hi: 0.05}]}}`
     """
 
     stat: Literal["ratio", "log_ratio", "k1", "k2", "k3", "probability", "binary_kl"]
+    """The quantity that is compared with the bounds. `ratio`: e^d, where d is pooled before the exponential.
+    `log_ratio`: d. `k1`: −d, an estimate of KL(q ‖ p) in nats. `k2`: d²/2, another one. `k3`: e^d − 1 − d, a third one
+    (http://joschu.net/blog/kl-approx.html). `probability`: p − q; its size is the total variation of the token against
+    all other tokens (2602.04879). `binary_kl`: q · log(q/p) + (1 − q) · log((1 − q)/(1 − p)), which is KL(q ‖ p) of the
+    token against all other tokens (2602.04879)."""
     pool: Pool = "token"
+    """The stat of a sequence's tokens, from their own stats."""
     lo: float = -math.inf
+    """Lower bound, in the unit of the stat."""
     hi: float = math.inf
+    """Upper bound, in the unit of the stat."""
     p: Source = "proximal"
+    """The newer policy of the comparison."""
     q: Source = "behaviour"
+    """The older policy of the comparison."""
     when: Literal["always", "negative_advantage", "moving_away"] = "always"
+    """The tokens on which the gate acts. `always`: all. `negative_advantage`: tokens with an advantage A < 0.
+    `moving_away`: tokens that A pushes further from d = 0 (A · d > 0)."""
     budget: float | None = None
+    """Sets hi once a step so that the mean of stat over the kept tokens is at most this (2510.01161); null for a fixed
+    hi. It needs stat `k2` and pool `token`."""
 
     def __post_init__(self) -> None:
         same = 1.0 if self.stat == "ratio" else 0.0
@@ -267,27 +381,33 @@ class Gate(_Axis, frozen=True, kw_only=True):
 
 
 class Penalty(_Axis, frozen=True, kw_only=True):
-    """β · P, added to every token's loss. Advantages, weights and gates do not change it. With d = lp − log q, where lp
-    is the token's log-prob and q another policy:
+    """β · P, added to every token's loss. Advantages, weights and gates do not change it. d = lp − log q, where lp is
+    the token's log-prob and q another policy.
 
-    - `k1` is d, `k2` is d²/2, and `k3` is e^(−d) − 1 + d.
-    - `k3+` has the value of k3 and the gradient of k2.
-    - `entropy` is −H, where H is the entropy of the next token's distribution.
+    Stale tokens: a penalty is not weighted by their age. With q `behaviour`, it grows with the token's distance from
+    its sampler, and pulls the policy back to it.
 
-    `positive_nll` is −lp of the tokens in rows with a reward above 0. It is divided by the number of these tokens in
-    the whole update, not by the aggregation (VAPO, 2504.05118, where β is μ = 0.1). It reads the column `rewards`.
-
-    `corrected_by` names a policy c and multiplies P by e^(lp − log c), including the gradient. The estimate is then of
-    the current policy's own KL.
-
-    With `ess`, β is multiplied once a step by 1 − e, where e is the effective share in `Clamp` (P3O, 2605.12380).
+    Example: `algorithm: {loss: aipo, overrides: {penalties: [{kind: k3, beta: 0.001, corrected_by: behaviour}]}}`
     """
 
     beta: float
+    """β, above 0."""
     kind: Literal["k1", "k2", "k3", "k3+", "entropy", "positive_nll"]
+    """The penalty P. `k1`: d. `k2`: d²/2. `k3`: e^(−d) − 1 + d. `k3+`: the value of k3, and the gradient of k2.
+    `entropy`: −H, where H is the entropy of the next token's distribution. `positive_nll`: −lp of the tokens in rows
+    with a reward above 0, divided by the number of these tokens in the whole update, not by the aggregation (VAPO,
+    2504.05118, where β is μ = 0.1). It reads the column `rewards`."""
     q: Literal["reference", "proximal", "behaviour"] = "reference"
+    """The other policy. `reference`: the frozen initial weights. `proximal`: the weights at the start of the step.
+    `behaviour`: the sampler of the token."""
     corrected_by: Literal["none", "current", "proximal", "behaviour"] = "none"
+    """A policy c by which P is corrected. P is multiplied by e^(lp − log c), including the gradient, so that it
+    estimates the current policy's own KL although c sampled the tokens. `none`: no factor. `current`: the factor is 1,
+    but it has a gradient. `proximal`: the factor corrects for the updates within a step. `behaviour`: the factor also
+    corrects for stale tokens."""
     ess: bool = False
+    """Multiplies β once a step by 1 − e, where e is the effective share (Σρ)² / (N · Σρ²) of the step's tokens with
+    ρ = current/behaviour (P3O, 2605.12380)."""
 
     def __post_init__(self) -> None:
         check_positive("a penalty's beta", self.beta, "; to train without the penalty, remove it")
@@ -318,24 +438,57 @@ class Objective(_Axis, frozen=True, kw_only=True):
     """An off-policy objective: one choice on each axis."""
 
     surrogate: Surrogate
+    """S, the part of the loss that the advantage A multiplies."""
     anchor: Anchor = "proximal"
+    """The policy in the denominator of the ratio u = e^(lp − anchor) that the surrogate reads. `current`: the trained
+    weights without gradient, so u is 1 and only its gradient remains. `proximal`: the weights at the start of the step,
+    so u shows the updates within the step. `behaviour`: the sampler, so u shows the token's staleness as well.
+
+    Stale tokens: only with `behaviour` does the ratio see that a token is stale, and the surrogate act on it.
+
+    Example: `algorithm: {loss: {surrogate: {kind: clipped}, anchor: behaviour}}`"""
     level: Literal["token", "sequence_mean", "sequence_sum", "sequence_mean_token"] = "token"
     """The ratio u. `token`: the token's own ratio. `sequence_mean`: the geometric mean over its sequence.
     `sequence_sum`: the product over its sequence. `sequence_mean_token`: the value of `sequence_mean`, but with the
     gradient of the token's own log-prob only, sg(mean) · π/sg(π) (GSPO-token, 2507.18071). Then a token's advantage
-    pushes only that token."""
+    pushes only that token.
+
+    Stale tokens: with anchor `behaviour`, a sequence is judged as a whole. A mean hides single tokens that have
+    drifted. A product is the unbiased correction, and its spread grows with the length.
+
+    Example: `algorithm: {loss: gspo_token, overrides: {weight: {hi: 2.0}}}`"""
     pre_clip: PreClip | None = None
+    """Bounds of the ratios of tokens before `level` pools them, or null for none."""
     weight: Weight | None = None
+    """W, the importance weight of the surrogate, or null for none."""
     gates: tuple[Gate, ...] = ()
+    """K, the conditions under which a token keeps its surrogate. An empty list keeps all."""
     penalties: tuple[Penalty, ...] = ()
+    """P, the terms that are added to the loss without the advantage. An empty list adds nothing."""
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    """a, the coefficients with which the losses of tokens are summed. All counts are those of a whole optimizer update,
+    over all ranks.
+
+    Stale tokens: they count in every denominator like fresh ones, also if a gate or a weight of 0 removes their
+    surrogate.
+
+    Example: `algorithm: {loss: decoupled_icepop, overrides: {aggregation: sequence_mean}}`"""
     constant: float | None = None
     """The constant divisor of the aggregation `sequence_sum_constant`. If it is not set, it is
-    `generator.max_completion_tokens`."""
+    `generator.max_completion_tokens`.
+
+    Stale tokens: no effect.
+
+    Example: `algorithm: {loss: decoupled_icepop, overrides: {aggregation: sequence_sum_constant, constant: 512}}`"""
     proximal: Literal["recomputed", "interpolated"] = "recomputed"
     """How the proximal log-probs are computed. `recomputed`: a forward pass at the start of the step. `interpolated`:
     behaviour + (1 − 1/d) · (sg lp − behaviour) for a token that is d versions old, and sg lp for d = 0 (2512.06547).
-    This needs no forward pass of its own."""
+    This needs no forward pass of its own.
+
+    Stale tokens: with `interpolated`, a token that is one version old has the sampler as its proximal policy, and an
+    older one a policy between the sampler and the current one.
+
+    Example: `algorithm: {loss: decoupled_ppo, overrides: {proximal: interpolated}}`"""
 
     def __post_init__(self) -> None:
         if self.constant is not None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from asyncrl.algorithms.axes_schema import with_axes
 from asyncrl.algorithms.presets import baseline_of
 from asyncrl.cli.options import AllowPublic, ConfigFiles, Overrides
 from asyncrl.cli.preflight import checked_config, look, timeouts_of_model
@@ -91,8 +92,9 @@ def _source(part: Config) -> str:
 def schema(
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it to FILE.")] = None,
 ) -> None:
-    """Print the JSON schema of configuration files. Editors use it to complete and check YAML."""
-    text = json.dumps(Config.model_json_schema(), indent=2, ensure_ascii=False)
+    """Print the JSON schema of configuration files, also of the axes of a loss. Editors use it to complete and check
+    YAML."""
+    text = json.dumps(with_axes(Config.model_json_schema()), indent=2, ensure_ascii=False, allow_nan=False)
     if output is None:
         say(text)
     else:

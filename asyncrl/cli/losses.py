@@ -1,21 +1,25 @@
-"""`asyncrl losses`: lists the presets of `algorithm.loss`, or prints the axes of one of them."""
+"""`asyncrl losses`: lists the presets of `algorithm.loss`, prints the axes of one of them, or describes the axes."""
 
+import re
+from collections.abc import Iterable, Iterator
 from typing import Annotated
 
 import msgspec
 import typer
 
+from asyncrl.algorithms.axes import Axis, all_axes, axis_named
 from asyncrl.algorithms.checks import NEEDS_CRITIC
 from asyncrl.algorithms.objective import is_corrected
 from asyncrl.algorithms.presets import DEFAULT_BASELINE, PRESETS, Preset, resolve_objective
 from asyncrl.cli.terminal import say
 from asyncrl.config.import_path import is_import_path
-from asyncrl.config.load import dump_yaml
+from asyncrl.config.load import dump_yaml, parse_yaml
 from asyncrl.errors import ConfigError
 
 
 def losses(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Preset whose axes are printed.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Preset, or with --axes an axis.")] = None,
+    axes: Annotated[bool, typer.Option("--axes", help="Show the axes and their values, or all of one axis.")] = False,
 ) -> None:
     """List the published objectives with paper and use, or print one of them as YAML.
 
@@ -29,6 +33,9 @@ def losses(
     A mapping replaces only the fields that it names. The lists gates and penalties are replaced as a whole. An entry of
     the new list takes the fields that it does not name from the preset's entry with the same stat or kind.
     """
+    if axes:
+        say(_table_of_axes() if name is None else _axis(axis_named(name)))
+        return
     if name is None:
         width = max(map(len, PRESETS))
         for title, rows in _sections().items():
@@ -66,3 +73,48 @@ def _sections() -> dict[str, dict[str, Preset]]:
         corrected = older if is_corrected(preset.objective) else same
         sections[critic if preset.baseline in NEEDS_CRITIC else corrected][name] = preset
     return sections
+
+
+def _table_of_axes() -> str:
+    """Returns every axis with its named values or its options, each with the first sentence of its text."""
+    lines = []
+    for axis in all_axes():
+        lines.append(f"{axis.name}: {_first(axis.text.meaning)}")
+        named = {each.name: _first(each.text.meaning) for each in axis.choices}
+        options = {each.name: _first(each.text.meaning) + _named(each) for each in axis.options}
+        rows = named or options
+        width = max(map(len, rows), default=0)
+        lines += [f"  {key:<{width}}  {text}" for key, text in rows.items()]
+    return "\n".join([*lines, "`asyncrl losses --axes NAME` shows all of one axis; docs/losses.md has the same."])
+
+
+def _axis(axis: Axis) -> str:
+    """Returns everything about one axis, with examples in YAML."""
+    lines = [f"{axis.name} ({axis.kind}{f', default {axis.default}' if axis.default else ''})", axis.text.meaning]
+    for each in axis.choices:
+        lines += [f"\n{each.name}: {each.text.meaning}", *_options(each.options)]
+        lines += [f"  stale tokens: {each.text.stale}"] if each.text.stale else []
+        lines += [f"  presets: {', '.join(each.presets)}"] if each.presets else []
+    if axis.options:
+        lines += ["", *_options(axis.options)]
+    lines += [f"\nstale tokens: {axis.text.stale}"] if axis.text.stale else []
+    lines += [f"presets: {', '.join(axis.presets)}"] if axis.presets else []
+    for place, example in axis.examples().items():
+        lines += [f"\n# an example of {place}", dump_yaml(parse_yaml(example, source=place)).removesuffix("\n")]
+    return "\n".join(lines)
+
+
+def _options(options: Iterable[Axis]) -> Iterator[str]:
+    for option in options:
+        default = f", default {option.default}" if option.default else ""
+        yield f"  {option.name} ({option.kind}{default}): {option.text.meaning}"
+        yield from (f"    {each.name}: {each.text.meaning}" for each in option.choices if not each.options)
+
+
+def _first(text: str) -> str:
+    """Returns the first sentence of a text."""
+    return re.split(r"(?<!Dr)(?<=[.]) (?=[A-Z`])|\n", text, maxsplit=1)[0]
+
+
+def _named(option: Axis) -> str:
+    return f" One of {', '.join(each.name for each in option.choices)}." if option.choices else ""

@@ -613,8 +613,8 @@ class AlgorithmSection(Section):
 
     loss: str | dict[str, Any] = "decoupled_icepop"
     """The objective, in one of three forms: the name of a preset (`asyncrl losses` lists them); a mapping that gives
-    the axes of an objective, such as `{surrogate: {kind: linear}, anchor: behaviour}`; or an import path
-    `package.module:callable` of a LossFunction."""
+    the axes of an objective, such as `{surrogate: {kind: linear}, anchor: behaviour}` (docs/losses.md); or an import
+    path `package.module:callable` of a LossFunction."""
     overrides: dict[str, Any] = {}
     """Replacements for axes of the preset, e.g. `surrogate: {lo: 0.8, hi: 1.2}`. A mapping replaces only the fields
     that it names. The lists `gates` and `penalties` are replaced as a whole. An entry of the new list takes the fields
@@ -624,7 +624,7 @@ class AlgorithmSection(Section):
     """The advantage estimator: `group_norm`, `group_mean`, `leave_one_out`, `leave_one_out_std`, `batch_std`,
     `reinforce_pp`, `reinforce_pp_baseline`, `maxrl`, `gpg`, `opo`, `oapl`, `gr3`; with `critic` `gae` or `vtrace`; or
     an import path `package.module:callable`. A mapping sets options: `{name: group_norm, eps: 1e-4, eps_in: variance,
-    divisor: n, single: raw, whiten: tokens, keep_mean: true}`; docs/advantages.md lists them. `reinforce_pp`,
+    divisor: n, single: raw, whiten: tokens, keep_mean: true}`; docs/losses.md lists them. `reinforce_pp`,
     `reinforce_pp_baseline`, `gae` and `vtrace` can put a KL to the reference inside the reward. The first two also have
     a discount: `{name: reinforce_pp, kl: {beta: 0.01, kind: k1}, gamma: 1.0}`. Unset: the estimator that the preset
     was published with, else `group_norm`."""

@@ -1,7 +1,7 @@
 """The witness's advantages by plain formulas: one for each sample from the rewards of a step, and one for each token
 from the reward of its sample, less the baseline or with a critic's values.
 
-The axes of an estimator are the mapping of its row in docs/advantages.md, with all defaults filled in. Loops over
+The axes of an estimator are the mapping of its row in docs/losses.md, with all defaults filled in. Loops over
 Python's floats, one sample or token after the other.
 """
 

@@ -154,7 +154,7 @@ def test_impossible_and_idle_options_are_refused(advantage: Any, words: list[str
 
 
 def test_docs_list_every_estimator_and_every_option() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "advantages.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
     for name in (*OUTCOMES, *CRITIC_BASED):
         assert f"| `{name}` |" in page
     for option in DiscountedOutcome.__struct_fields__:

@@ -3,6 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
+from asyncrl.algorithms.axes import all_axes
 from asyncrl.algorithms.checks import NEEDS_CRITIC
 from asyncrl.algorithms.presets import PRESETS, baseline_of, resolve_objective
 from asyncrl.cli.main import app
@@ -37,3 +38,28 @@ def test_an_import_path_is_said_to_be_one() -> None:
     result = runner.invoke(app, ["losses", "mine:loss"])
     assert result.exit_code == 2
     assert "'mine:loss' is an import path" in result.stderr
+
+
+def test_axes_lists_every_axis_with_its_values() -> None:
+    output = runner.invoke(app, ["losses", "--axes"]).output
+    for axis in all_axes():
+        assert f"\n{axis.name}: " in f"\n{output}"
+        assert all(f"\n  {each.name} " in output for each in axis.choices)
+    assert "One of ratio, log_ratio, k1, k2, k3, probability, binary_kl." in output
+
+
+@pytest.mark.parametrize("name", [axis.name for axis in all_axes()])
+def test_axes_with_a_name_prints_all_of_this_axis_and_its_examples_are_yaml(name: str) -> None:
+    result = runner.invoke(app, ["losses", "--axes", name])
+    assert result.exit_code == 0
+    assert "stale tokens: " in result.output
+    _, *examples = result.output.split("\n# an example of ")
+    assert examples
+    for example in examples:
+        assert "algorithm" in parse_yaml(example.partition("\n")[2], source=name)
+
+
+def test_an_axis_that_does_not_exist_is_refused() -> None:
+    result = runner.invoke(app, ["losses", "--axes", "gate"])
+    assert result.exit_code == 2
+    assert "there is no such axis; the axes are surrogate, kernel," in result.stderr

@@ -1,0 +1,98 @@
+"""docs/losses.md: it agrees with the code, every value of every axis has a text, and every example on it is a
+configuration whose loss is built."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from asyncrl.algorithms import docs, objective
+from asyncrl.algorithms.axes import Text, all_axes, axis_named, choice_texts, docstring
+from asyncrl.algorithms.baselines import CRITIC_BASED, OUTCOMES, resolve_advantage
+from asyncrl.algorithms.checks import check_algorithm
+from asyncrl.algorithms.loss import ObjectiveLoss, build_loss
+from asyncrl.algorithms.presets import PRESETS, advantage_of
+from asyncrl.config.load import load_config, parse_yaml
+from asyncrl.errors import ConfigError
+
+EXAMPLES = re.findall(r"^An example of `([^`]*)`:\n\n```yaml\n([^`]*)```", docs.PATH.read_text(), re.MULTILINE)
+BLOCKS = re.findall(r"^```yaml\n([^`]*)```", docs.PATH.read_text(), re.MULTILINE)
+
+
+def test_the_page_agrees_with_the_code() -> None:
+    assert docs.main(["--check"]) == 0
+
+
+def test_a_page_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(docs, "PATH", tmp_path / "docs" / "losses.md")
+    assert docs.main(["--check"]) == 1
+    assert docs.main([]) == 0
+    assert docs.main(["--check"]) == 0
+
+
+def test_every_axis_of_an_objective_and_every_value_is_on_the_page() -> None:
+    axes = {axis.name: {each.name for each in axis.choices} for axis in all_axes()}
+    assert {*objective.Objective.__struct_fields__, "kernel", "advantage", "zero_variance", "overlong"} == {*axes}
+    assert axes["surrogate"] == {each.__struct_config__.tag for each in objective.Surrogate.__args__}
+    assert axes["aggregation"] == {*objective.Aggregation}
+    assert axes["advantage"] == {*OUTCOMES, *CRITIC_BASED}
+    page = docs.PATH.read_text()
+    for name, values in axes.items():
+        section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
+        assert all(f"| `{value}` |" in section for value in values)
+
+
+def test_every_axis_says_what_it_does_to_stale_tokens_and_has_an_example() -> None:
+    for axis in all_axes():
+        assert axis.text.stale or all(each.text.stale for each in axis.choices), axis.name
+        assert axis.examples(), axis.name
+
+
+@pytest.mark.parametrize(("place", "example"), EXAMPLES, ids=[place for place, _ in EXAMPLES])
+def test_the_loss_of_each_example_is_built_and_passes_the_checks(place: str, example: str) -> None:
+    config = load_config([parse_yaml(example, source=place)], ["generator.max_completion_tokens=32"])
+    loss = build_loss(config)
+    check_algorithm(config)
+    assert isinstance(loss, ObjectiveLoss)
+    if place in {each.name for each in axis_named("surrogate").choices}:
+        assert msgspec.to_builtins(loss.objective)["surrogate"]["kind"] == place
+    resolve_advantage(advantage_of(config.algorithm))
+
+
+def test_each_block_of_yaml_on_the_page_is_a_configuration() -> None:
+    assert len(BLOCKS) > len(EXAMPLES) > 15
+    for block in BLOCKS:
+        build_loss(load_config([parse_yaml(block, source="page")]))
+
+
+def test_a_value_or_a_field_without_a_text_is_refused() -> None:
+    with pytest.raises(LookupError, match="does not describe zero"):
+        choice_texts(Text(meaning="Bounds. `clamp`: the bound."), ["clamp", "zero"])
+    with pytest.raises(LookupError, match=r"Weight\.nothing has no docstring"):
+        docstring("Weight.nothing", objective)
+
+
+def test_a_name_inside_another_text_is_not_taken_for_a_value() -> None:
+    texts = choice_texts(Text(meaning="KL. `k3`: that of k3. `k3+`: the value of `k3`, and more."), ["k3", "k3+"])
+    assert texts["k3+"].meaning == "the value of `k3`, and more."
+    assert texts["k3"].meaning == "that of k3."
+
+
+def test_the_numbers_about_stale_tokens_are_those_of_the_formulas() -> None:
+    def row(name: str, advantage: float) -> list[float]:
+        return docs.stale_gradients(PRESETS[name].objective, advantage=advantage)
+
+    ratios = list(docs.RATIOS)
+    assert row("aipo", 1.0) == pytest.approx([min(ratio, 5.0) for ratio in ratios])
+    assert row("tis", -1.0) == pytest.approx([min(ratio, 2.0) for ratio in ratios])
+    assert row("decoupled_icepop", 1.0) == pytest.approx([ratio if 0.5 <= ratio <= 5 else 0.0 for ratio in ratios])
+    assert row("topr", 1.0) == pytest.approx([1.0] * len(ratios))
+    assert row("topr", -1.0) == pytest.approx([min(ratio, 1.0) for ratio in ratios])
+    # a3po: one version old, so the proximal policy is the sampler: no weight, and a clip at 0.8 and 1.2
+    assert row("a3po", 1.0) == pytest.approx([ratio if ratio < 1.2 else 0.0 for ratio in ratios])
+
+
+def test_an_unknown_axis_is_refused_with_a_hint() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'weight'"):
+        axis_named("wieght")
