@@ -38,6 +38,9 @@ if TYPE_CHECKING:  # `as` makes a name public for type checkers
     from asyncrl.data_plane.interfaces import DataPlaneClient as DataPlaneClient
     from asyncrl.data_plane.interfaces import KVBatchMeta as KVBatchMeta
     from asyncrl.deployment.cluster import start_local as start_local
+    from asyncrl.deployment.run_tables import Columns as Columns
+    from asyncrl.deployment.run_tables import RunTables as RunTables
+    from asyncrl.deployment.run_tables import load_run as load_run
     from asyncrl.environments.agents import Session as Session
     from asyncrl.environments.interfaces import Environment as Environment
     from asyncrl.errors import AsyncRLError as AsyncRLError
@@ -84,6 +87,7 @@ _NAMES = {
     "data.tokenizer": ["encode_prompt", "load_tokenizer"],
     "data_plane.interfaces": ["DataPlaneClient", "KVBatchMeta"],
     "deployment.cluster": ["start_local"],
+    "deployment.run_tables": ["Columns", "RunTables", "load_run"],
     "environments.agents": ["Session"],
     "environments.interfaces": ["Environment"],
     "errors": ["AsyncRLError", "ConfigError", "DatasetError", "RunError"],

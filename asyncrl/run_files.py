@@ -30,6 +30,17 @@ MOST_FOLDERS = 50
 UNREADABLE = (OSError, ValueError, RecursionError, MemoryError)
 """Errors of a file that cannot be opened or decoded: it is missing or refused, is not UTF-8 or not a record, or is
 nested too deeply. An error of msgspec is a ValueError."""
+OF_DAMAGED_FILES = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""Errors of code that uses the content of a damaged file, for example a number that is too large for a float."""
 
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _KINDS = (

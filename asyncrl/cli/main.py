@@ -24,6 +24,7 @@ from asyncrl import __version__
 from asyncrl.cli.restarts import RESTART_MENDS, ends_on_purpose, supervise
 from asyncrl.cli.terminal import command_app, say
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.run_files import OF_DAMAGED_FILES
 from asyncrl.shown_text import shown
 
 SUPERVISED = ("up", "resume", "learner")
@@ -33,16 +34,6 @@ READERS = ("status", "top", "stacks", "scale", "down", "audit", "samples", "expo
 cause is shown in one sentence."""
 LONGEST_PROBLEM = 300
 """Characters of an error that are shown, because it may contain the content of a file."""
-_OF_DAMAGED_FILES = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
 COMMANDS: dict[str, str] = {
     "up": "Run everything on this machine: Ray, generators, learner, live view.",
     "resume": "Continue a run from its newest checkpoint, or from an earlier one.",
@@ -125,7 +116,7 @@ class _LazyGroup(TyperGroup):
             raise typer.Exit(
                 2 if isinstance(error, ConfigError) else RESTART_MENDS if error.restart_mends else 1
             ) from None
-        except _OF_DAMAGED_FILES as error:
+        except OF_DAMAGED_FILES as error:
             command = ctx.invoked_subcommand
             known = command in READERS and not isinstance(error, BrokenPipeError)
             if not known or os.environ.get("ASYNCRL_DEBUG") == "1":

@@ -1,5 +1,5 @@
-"""Every command that takes a run directory ends on every input of `hostile_runs.py`: soon, in bounded memory, with one
-sentence and no traceback, and without a touch of any file outside of the directory."""
+"""Every command that takes a run directory, and `asyncrl.load_run`, end on every input of `hostile_runs.py`: soon, in
+bounded memory, with one sentence and no traceback, and without a touch of any file outside of the directory."""
 
 import asyncio
 import contextlib
@@ -22,6 +22,7 @@ from asyncrl.config.load import load_config
 from asyncrl.deployment.known_runs import dead_runs, live_runs
 from asyncrl.deployment.resuming import Choice, chosen_checkpoint, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
+from asyncrl.deployment.run_tables import load_run
 from asyncrl.errors import AsyncRLError, RunError
 
 LIMIT_S = 60
@@ -97,6 +98,9 @@ def test_every_command_ends_with_one_sentence_and_touches_nothing_outside(
         if Path("weights").exists():
             assert SECRET not in contents(Path("weights")).values(), command
             shutil.rmtree("weights")
+    with bounded(["load_run"]), contextlib.suppress(AsyncRLError):
+        load_run("runs/evil")
+    assert (contents(outside(evil)), contents(evil.parent / "good")) == before
 
 
 @pytest.mark.parametrize(("number", "change"), NUMBERED)
