@@ -1,13 +1,15 @@
-"""`asyncrl compare RUN RUN…`: writes an HTML page that compares runs, and prints their totals."""
+"""`asyncrl compare RUN RUN…`: writes a page that compares runs or groups of runs, and prints their numbers."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from asyncrl.cli.terminal import say
+from asyncrl.cli.terminal import print_warnings, say
 from asyncrl.deployment.known_runs import as_it_is, existing_run
-from asyncrl.views.compare import differences, read_compared, terminal_table, write_compare
+from asyncrl.views.compare import compare_html, compare_svg, settings_that_differ, terminal_tables, write_output
+from asyncrl.views.compare_numbers import compare_csv
+from asyncrl.views.compared_runs import read_compared
 from asyncrl.views.console import ShownConsole
 
 
@@ -18,20 +20,39 @@ def compare(
             metavar="RUN RUN...", help="Directories of runs, or the names of runs in runs/, such as quickstart."
         ),
     ],
+    by: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY", help="Runs that differ only in this setting are one group. May be given several times."
+        ),
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File to write.")] = Path(
         "compare.html"
     ),
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the charts to this SVG file too.")] = None,
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the numbers to this CSV file too.")] = None,
 ) -> None:
     """Write a self-contained HTML page with the curves of several runs in the same charts, their totals, and the
     settings in which they differ. Print the totals. The runs may still be running.
 
+    With --by run.seed, runs that differ only in their seed are one group: the page and the tables have means with 95 %
+    t-intervals, curves with bands, and the differences of the groups to the first one with a test.
+
     \b
       asyncrl compare quickstart quickstart.1
       asyncrl compare runs/a runs/b runs/c -o page.html
+      asyncrl compare --by run.seed runs/*-s? --svg figure.svg --csv numbers.csv
     """
-    compared = read_compared([existing_run(run) for run in runs], info_of=as_it_is)
-    ShownConsole().print(terminal_table(compared))
-    keys = [row.name for row in differences([run.records.config for run in compared])]
-    say(f"settings that differ: {', '.join(keys) or 'none'}")
-    write_compare(compared, output)
-    say(str(output))
+    keys = by or []
+    groups = read_compared([existing_run(run) for run in runs], info_of=as_it_is, by=keys)
+    for table in terminal_tables(groups, by=keys):
+        ShownConsole().print(table)
+    print_warnings([group.note for group in groups if group.note])
+    settings = [row.name for row in settings_that_differ(groups, by=keys)]
+    say(f"settings that differ: {', '.join(settings) or 'none'}")
+    written = [("--output", output, compare_html(groups, by=keys))]
+    written += [("--svg", svg, compare_svg(groups))] if svg else []
+    written += [("--csv", csv, compare_csv(groups))] if csv else []
+    for option, path, text in written:
+        write_output(option, path, text)
+        say(str(path))

@@ -52,7 +52,7 @@ COMMANDS: dict[str, str] = {
     "eval": "Evaluate a model on held-out prompts, without training.",
     "export": "Write the trained weights of a run for other programs.",
     "report": "Write an HTML page with the curves and totals of a run.",
-    "compare": "Write an HTML page that compares several runs.",
+    "compare": "Compare runs, or groups of runs over seeds, on an HTML page.",
     "data": "Show the prompts of a configuration, token by token.",
     "model": "Build the tiny model that a configuration describes.",
     "losses": "List the published objectives for algorithm.loss.",

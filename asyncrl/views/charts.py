@@ -27,6 +27,9 @@ TEMPLATES.globals["margins"] = f"{LEFT} {RIGHT} {TOP} {BOTTOM}"
 AGE_COLORS = tuple(f"age-{index}" for index in range(7))
 """Colours by age, from the lowest staleness to the highest."""
 
+DASHES = 3
+"""Number of dash patterns besides the solid line."""
+
 LARGEST = 1e300
 """Values of this size or more are not drawn, because the difference of two of them can overflow."""
 
@@ -43,7 +46,9 @@ VALUE_LABEL_WIDTH = 27
 class Series:
     """One named line. `ys` has one entry per x; None and NaN leave a gap. `faint` lines are drawn behind the others.
 
-    `xs` are the line's own places on the x axis, in ascending order. None: those of the chart.
+    `xs` are the line's own places on the x axis, in ascending order. None: those of the chart. `band` has the lowest
+    and the highest value of an area around the line for each x; None leaves a gap. `dash` is the pattern of the line,
+    which distinguishes lines of one colour: 0 is solid, up to `DASHES` are patterns of `report.css`.
     """
 
     name: str
@@ -51,6 +56,16 @@ class Series:
     color: str
     style: Literal["line", "faint", "dots"] = "line"
     xs: Sequence[float] | None = None
+    band: Sequence[tuple[float, float] | None] = ()
+    dash: int = 0
+
+
+class LegendEntry(NamedTuple):
+    """A name in the legend of a chart, with the colour and the dash pattern of its line."""
+
+    name: str
+    color: str
+    dash: int = 0
 
 
 class Mark(NamedTuple):
@@ -98,6 +113,7 @@ def line_chart(
     """
     drawn = [_drawable(one.ys, log=log) for one in series]
     values = [y for ys in drawn for y in ys if y is not None]
+    values += _band_edges(series, values)
     if limit is not None:
         values.append(limit[1])
     places = [xs if one.xs is None else one.xs for one in series]
@@ -108,7 +124,7 @@ def line_chart(
     has_zero = log and 0 in values
     drawn = [[low if log and y == 0 else y for y in ys] for ys in drawn]
     x, y = _x_scale(everywhere), _Scale(low, high, HEIGHT - BOTTOM, TOP, log)
-    legend = [(one.name, one.color) for one in series if one.style != "faint"]
+    legend = [LegendEntry(one.name, one.color, one.dash) for one in series if one.style != "faint"]
     faint_first = sorted(zip(series, places, drawn, strict=True), key=lambda each: each[0].style != "faint")
     return _figure(
         title,
@@ -118,6 +134,7 @@ def line_chart(
         x_name=x_name,
         level=None if limit is None else (limit[0], y(limit[1])),
         marks=_marks(marks, x),
+        bands=[(_band(one, own, x, y), one.color) for one, own in zip(series, places, strict=True) if one.band],
         lines=[
             _line(one, [(x(at), y(value) if value is not None else None) for at, value in zip(own, ys, strict=True)])
             for one, own, ys in faint_first
@@ -167,7 +184,7 @@ def share_chart(
         y_ticks=_share_ticks(y),
         x_ticks=_x_ticks(x, x_name=STEP),
         x_name=STEP,
-        legend=[(one.name, one.color) for one in series],
+        legend=[LegendEntry(one.name, one.color) for one in series],
         numbers=_numbers(xs, series, x_name=STEP, percent=True),
     )
 
@@ -208,7 +225,7 @@ def version_bars(title: str, counts: Sequence[tuple[str, str, Mapping[int, int]]
         x_name="versions",
         bars=bars,
         border=None if limit is None else (f"limit {limit}", LEFT + slot * (limit + 1)),
-        legend=[(name, color) for name, color, _ in counts],
+        legend=[LegendEntry(name, color) for name, color, _ in counts],
     )
 
 
@@ -287,6 +304,35 @@ def _percent(share: float) -> str:
     return f"{share:.0%}"
 
 
+def _band_edges(series: Sequence[Series], values: Sequence[float]) -> list[float]:
+    """Returns the edges of all bands, each at most as far from the lines' `values` as these are from each other. The
+    interval of two runs is some ten times as wide as their distance, and would leave a flat line of the curves."""
+    edges = [edge for one in series for interval in one.band if interval is not None for edge in interval]
+    edges = [edge for edge in edges if abs(edge) < LARGEST]
+    if not values or not edges:
+        return edges
+    low, high = min(values), max(values)
+    room = high - low if high > low else math.inf
+    return [min(max(edge, low - room), high + room) for edge in edges]
+
+
+def _band(one: Series, places: Sequence[float], x: _Scale, y: _Scale) -> str:
+    """Returns the path of the area around a line. Edges beyond the axis are drawn at its end."""
+    parts: list[list[tuple[float, tuple[float, float]]]] = [[]]
+    for at, interval in zip(places, one.band, strict=True):
+        if interval is None:
+            parts.append([])
+        else:
+            low, high = (y(min(max(edge, y.low), y.high)) for edge in interval)
+            parts[-1].append((x(at), (low, high)))
+    outlines = [
+        [(at, low) for at, (low, _) in part] + [(at, high) for at, (_, high) in reversed(part)]
+        for part in parts
+        if len(part) > 1
+    ]
+    return "".join("M" + _join(outline).replace(" ", "L") + "Z" for outline in outlines)
+
+
 def _line(one: Series, points: Sequence[tuple[float, float | None]]) -> dict[str, Any]:
     """Returns a line with a break at each gap. A single point between two gaps becomes a dot, like all points of the
     style `dots`."""
@@ -297,7 +343,7 @@ def _line(one: Series, points: Sequence[tuple[float, float | None]]) -> dict[str
         if place is not None:
             runs[-1].append((at, place))
     return {
-        "style": one.style,
+        "style": f"{one.style} dash-{one.dash}" if one.dash else one.style,
         "color": one.color,
         "path": "".join("M" + _join(run).replace(" ", "L") for run in runs if len(run) > 1),
         "dots": [run[0] for run in runs if len(run) == 1],
@@ -333,7 +379,7 @@ def _four_digits(value: float | None) -> float | None:
 def _figure(title: str, unit: str, **parts: Any) -> Markup:
     """Returns the chart with these parts of `chart.html.j2`. A chart that is `empty` only shows this text."""
     frame = {"left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM}
-    lists = dict.fromkeys(("areas", "bars", "lines", "legend", "marks"), ())
+    lists = dict.fromkeys(("areas", "bands", "bars", "lines", "legend", "marks"), ())
     others = dict.fromkeys(("empty", "level", "border", "numbers"))
     values = {"title": title, "unit": unit, "width": WIDTH, "height": HEIGHT, **frame, **lists, **others, **parts}
     return Markup(TEMPLATES.get_template("chart.html.j2").render(values))

@@ -1,250 +1,133 @@
-"""Makes the page and the table of `asyncrl compare`: curves, totals and settings of several runs, from their records.
+"""Makes the outputs of `asyncrl compare`: an HTML page, an SVG file with its charts, and tables for a terminal.
 
-A run keeps its colour in all charts. Each curve is drawn twice: over steps, which compares how much a step teaches, and
-over time, which compares how much an hour teaches.
+A run, or a group of runs that differ only in the settings of `--by`, keeps its colour in all charts.
 """
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+import re
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
 
+from markupsafe import Markup
 from rich.table import Table
 from rich.text import Text
 
 from asyncrl.atomic_write import write_atomically
-from asyncrl.config.load import flat_config
-from asyncrl.config.schema import HELDOUT, Config
-from asyncrl.errors import ConfigError, RunError
-from asyncrl.learner.records import RunInfo, Summary
-from asyncrl.metrics.numbers import NUMBERS, Chart
-from asyncrl.views.charts import STEP, Series, line_chart
-from asyncrl.views.page_templates import TEMPLATES
-from asyncrl.views.quantities import change, duration, number
-from asyncrl.views.report import RunRecords, read_run
-from asyncrl.views.report_panels import (
-    CURVE_POINTS,
-    SHARE_POINTS,
-    Steps,
-    bins_of,
-    mean_of,
-    smooth,
-    trained_per_second,
-    windows_of,
+from asyncrl.errors import RunError
+from asyncrl.views.charts import HEIGHT, WIDTH
+from asyncrl.views.compare_curves import Axis, Figure, curves
+from asyncrl.views.compare_numbers import (
+    DIFFERENCE_HEAD,
+    all_runs,
+    difference_rows,
+    group_table,
+    totals,
 )
-from asyncrl.views.report_staleness import clock_of, mean_age
+from asyncrl.views.compared_runs import RUN_COLORS, Group, Row, differences
+from asyncrl.views.page_templates import TEMPLATES
 
-RUN_COLORS = ("blue", "amber", "green", "violet", "red", "teal", "rose", "gray")
-OWN_KEYS = ("run.name", "run.dir")
-"""Settings that name a run. They always differ, so they are not compared."""
-UNKNOWN = "–"
-
-
-class Point(NamedTuple):
-    """A point of a curve: the step, the seconds since the start of the run, and the value."""
-
-    step: float
-    wall_s: float
-    value: float | None
+SECTIONS = (
+    (Axis.STEP, "By step", "How much a step teaches. Rewards are smoothed."),
+    (Axis.TOKENS, "By trained tokens", "How much a token teaches."),
+    (Axis.TIME, "By time", "How much an hour teaches. The time is that since the start of each run."),
+)
+"""The quantities on the x axis, each with the title and the text of its section."""
+GAP, TITLE_HEIGHT, LEGEND_LINE = 24, 24, 18
+"""Lengths in the SVG file, in SVG units: between charts, of a chart's title, and of a line of the legend."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """One of the runs of a comparison, with its name and its colour on the page."""
-
-    label: str
-    color: str
-    records: RunRecords
-    summary: Summary
-
-
-Points = Callable[[RunRecords], Sequence[Point]]
-"""A function that returns the points of one curve of a run."""
-
-
-class Row(NamedTuple):
-    """A line of a table: a name, and a text for each run."""
-
-    name: str
-    values: Sequence[str]
-
-
-def read_compared(paths: Sequence[Path], *, info_of: Callable[[Path], RunInfo | None]) -> list[Compared]:
-    """Returns the runs of these run directories, in this order. `info_of` returns the content of run.json for a
-    directory. For a run that was killed it has the state `died`, while the file still says `running`.
-
-    Raises ConfigError if there are not two to eight different directories. Raises RunError if one is not a run
-    directory, or if its run has trained no step.
-    """
-    if len(paths) < 2 or len(paths) > len(RUN_COLORS):
-        count = f"{len(paths)} run{'s' * (len(paths) != 1)}"
-        raise ConfigError(
-            f"asyncrl compare: got {count}, but it compares 2 to {len(RUN_COLORS)}, each with its own colour; name "
-            "other runs"
-        )
-    resolved = [path.resolve() for path in paths]
-    for index, path in enumerate(resolved):
-        if path in resolved[:index]:
-            raise ConfigError(f"asyncrl compare: {paths[index]} is named twice; name each run once")
-    unique = len({path.name for path in resolved}) == len(paths)
-    return [
-        _read(path, label=path.resolve().name if unique else str(path), color=color, info=info_of(path))
-        for path, color in zip(paths, RUN_COLORS, strict=False)
-    ]
-
-
-def _read(path: Path, *, label: str, color: str, info: RunInfo | None) -> Compared:
-    records = read_run(path, info=info)
-    if (totals := records.totals) is None:
-        raise RunError(f"{path} has no trained step to compare; leave this run out, or wait for its first step")
-    return Compared(label=label, color=color, records=records, summary=totals)
-
-
-def compare_html(runs: Sequence[Compared]) -> str:
-    """Returns the page as HTML."""
+def compare_html(groups: Sequence[Group], *, by: Sequence[str] = ()) -> str:
+    """Returns the page as HTML. `by` are the settings by which the runs are grouped."""
+    group_head, group_rows = group_table(groups)
     return TEMPLATES.get_template("compare.html.j2").render(
-        runs=runs,
-        by_step=curves(runs, over_time=False),
-        by_time=curves(runs, over_time=True),
-        totals=totals(runs),
-        differences=differences([run.records.config for run in runs]),
+        groups=groups,
+        runs=all_runs(groups),
+        by=by,
+        notes=[group.note for group in groups if group.note],
+        group_head=group_head,
+        group_rows=group_rows,
+        difference_head=DIFFERENCE_HEAD,
+        difference_rows=difference_rows(groups) if by else [],
+        totals=totals(all_runs(groups)),
+        curves=[(title, words, [figure.markup for figure in curves(groups, axis)]) for axis, title, words in SECTIONS],
+        setting_rows=settings_that_differ(groups, by=by),
     )
 
 
-def write_compare(runs: Sequence[Compared], output: Path) -> None:
-    """Writes the page. Raises RunError if the file cannot be written."""
+def settings_that_differ(groups: Sequence[Group], *, by: Sequence[str]) -> list[Row]:
+    """Returns the settings in which the groups differ, each with its value in each group."""
+    return differences([group.runs[0].records.config for group in groups], but=by)
+
+
+def compare_svg(groups: Sequence[Group]) -> str:
+    """Returns an SVG file with all charts of the page on white ground: a row for each number, and a column for each of
+    the quantities of `Axis`. Its colours are those of the page in light mode, without variables of CSS, which many
+    programs that draw SVG do not know."""
+    columns = [list(curves(groups, axis)) for axis in Axis]
+    charts = [
+        _placed(figure, x=GAP + column * (WIDTH + GAP), y=GAP + row * (HEIGHT + TITLE_HEIGHT + GAP) + TITLE_HEIGHT)
+        for row, figures in enumerate(zip_longest(*columns))
+        for column, figure in enumerate(figures)
+        if figure is not None
+    ]
+    bottom = GAP + max(map(len, columns)) * (HEIGHT + TITLE_HEIGHT + GAP)
+    legend = [
+        (group.label, group.color, group.dash, bottom + (index + 1) * LEGEND_LINE) for index, group in enumerate(groups)
+    ]
+    css = str(TEMPLATES.get_template("report.css").render())
+    rules = "\n".join(line for line in css.splitlines() if re.match(r"\s*svg (text|\.)", line))
+    drawn = TEMPLATES.get_template("compare.svg.j2").render(
+        width=GAP + len(columns) * (WIDTH + GAP),
+        height=bottom + (len(groups) + 1) * LEGEND_LINE,
+        style=Markup(f"{rules} svg .title {{ font-size: 13px; font-weight: 600; fill: var(--ink); }}"),
+        charts=charts,
+        legend=legend,
+    )
+    light = dict(re.findall(r"--([\w-]+): (#\w+);", css[: css.index("@media")]))
+    allowed = re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]", "\ufffd", drawn)  # XML refuses these characters
+    return re.sub(r"var\(--([\w-]+)\)", lambda found: light[found[1]], allowed)
+
+
+def _placed(figure: Figure, *, x: float, y: float) -> dict[str, object]:
+    """Returns the parts of a chart for `compare.svg.j2`: `svg` has its markup without the start of its first tag."""
+    start, end = figure.markup.index("<svg"), figure.markup.rindex("</svg>")
+    svg = Markup(figure.markup[start + len("<svg") : end + len("</svg>")])
+    return {
+        "x": x,
+        "y": y,
+        "width": WIDTH,
+        "height": HEIGHT,
+        "svg": svg,
+        "title": figure.chart.title,
+        "unit": figure.chart.unit,
+    }
+
+
+def write_output(option: str, output: Path, text: str) -> None:
+    """Writes a file that `option` names. Raises RunError if it cannot be written."""
     try:
-        write_atomically(output, compare_html(runs).encode())
+        write_atomically(output, text.encode())
     except OSError as error:
         raise RunError(
-            f"--output {output}: cannot be written ({error.strerror}); name a file that can be written"
+            f"{option} {output}: cannot be written ({error.strerror}); name a file that can be written"
         ) from None
 
 
-def terminal_table(runs: Sequence[Compared]) -> Table:
-    """Returns the totals as a table for a terminal."""
+def terminal_tables(groups: Sequence[Group], *, by: Sequence[str] = ()) -> list[Table]:
+    """Returns the numbers as tables for a terminal: with `by` those of the groups and their differences, else the
+    totals of the runs. More runs than a terminal has room for as columns are rows, as groups are."""
+    if not by and len(groups) <= len(RUN_COLORS):
+        return [_table(["", *(group.label for group in groups)], totals(all_runs(groups)))]
+    tables = [_table(*group_table(groups))]
+    if by and (rows := difference_rows(groups)):
+        tables.append(_table([f"minus {groups[0].label}", *DIFFERENCE_HEAD[1:]], rows))
+    return tables
+
+
+def _table(head: Sequence[str], rows: Sequence[Row]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("", *(run.label for run in runs)):
-        table.add_column(Text(name), justify="right" if name else "left", overflow="fold")
-    for row in totals(runs):
+    for index, name in enumerate(head):
+        table.add_column(Text(name), justify="right" if index else "left", overflow="fold")
+    for row in rows:
         table.add_row(Text(row.name), *map(Text, row.values))
     return table
-
-
-def curves(runs: Sequence[Compared], *, over_time: bool) -> Iterator[str]:
-    """Yields the charts with a line for each run, over steps or over the time since the start of each run."""
-    unit_s, clock = clock_of(max(run.records.steps[-1].wall_s for run in runs))
-
-    def line(run: Compared, points: Sequence[Point]) -> Series:
-        xs = [point.wall_s / unit_s if over_time else point.step for point in points]
-        return Series(name=run.label, color=run.color, xs=xs, ys=[point.value for point in points])
-
-    sets = dict.fromkeys([HELDOUT, *(record.name for run in runs for record in run.records.evals)])
-    heldout: list[tuple[Chart, Points]] = [
-        (Chart(f"Held-out reward{_of_set(name)}"), partial(_heldout, name=name)) for name in sets
-    ]
-    for chart, points_of in (*CURVES[:1], *heldout, *CURVES[1:]):
-        lines = [line(run, points) for run in runs if (points := points_of(run.records))]
-        if lines:
-            x_name = clock if over_time else STEP
-            yield line_chart(chart.title, [], lines, unit=chart.unit, include=chart.include, x_name=x_name)
-
-
-def totals(runs: Sequence[Compared]) -> list[Row]:
-    """Returns the rows of the table of totals. Rows in which no run has a number, or every run has 0, are left out."""
-
-    def row(name: str, text: Callable[[Summary], str]) -> Row:
-        return Row(name, [text(run.summary) for run in runs])
-
-    def optional(value: float | None) -> str:
-        return UNKNOWN if value is None else number(value)
-
-    sets = dict.fromkeys(name for run in runs for name in run.summary.heldout_sets)
-    rows = [
-        Row("state", [run.records.info.state for run in runs]),
-        row("steps", lambda total: f"{total.steps:,}"),
-        row("time", lambda total: duration(total.wall_s)),
-        row("reward, first to last steps", lambda total: change(total.reward_first, total.reward_last)),
-        row("held-out reward", lambda total: change(total.heldout_first, total.heldout_last)),
-        *(row(f"held-out reward{_of_set(name)}", partial(_ends_of, name=name)) for name in sets),
-        row("trained samples per second", lambda total: number(total.samples_per_s)),
-        row("trained tokens", lambda total: number(total.trained_tokens)),
-        row("oldest trained token, versions", lambda total: f"{total.max_token_staleness} of {total.staleness_limit}"),
-        row("effective sample size, mean", lambda total: optional(total.ess_ratio_mean)),
-        row("effective sample size, lowest", lambda total: optional(total.ess_ratio_lowest)),
-        row("learner busy", lambda total: f"{total.learner_busy_ratio:.0%}"),
-        row("generators busy", lambda total: f"{total.generator_busy_ratio:.0%}"),
-        row("log-prob parity, nats", lambda total: optional(total.parity_max_nats)),
-        row("restarts", lambda total: f"{total.restarts:,}"),
-    ]
-    return [each for each in rows if {*each.values} not in ({UNKNOWN}, {"0"})]
-
-
-def differences(configs: Sequence[Config]) -> list[Row]:
-    """Returns the settings in which the configurations differ, each with its value in each of them. Dotted keys of the
-    first configuration come first, in the order of the schema."""
-    flat = [flat_config(config) for config in configs]
-    missing = object()
-    rows = []
-    for key in dict.fromkeys(key for settings in flat for key in settings):
-        values = [settings.get(key, missing) for settings in flat]
-        if key not in OWN_KEYS and any(value != values[0] for value in values):
-            rows.append(Row(key, [UNKNOWN if value is missing else _as_text(value) for value in values]))
-    return rows
-
-
-def _as_text(value: object) -> str:
-    if value is None:
-        return "unset"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _per_step(run: RunRecords, *, read: Callable[[Steps], float | None], smoothed: bool = False) -> Sequence[Point]:
-    """Returns means over bins of steps, each at the last step of its bin."""
-    bins = bins_of(run.steps, CURVE_POINTS)
-    values = [read(chunk) for chunk in bins]
-    return _at_ends(bins, smooth(values) if smoothed else values)
-
-
-def _speed(run: RunRecords, *, what: str) -> Sequence[Point]:
-    """Returns the trained samples or tokens (`what`) per second in each window of steps, at the window's last step."""
-    windows, read = windows_of(run.steps, SHARE_POINTS), trained_per_second(what)
-    return _at_ends(windows, [read(window) for window in windows])
-
-
-def _at_ends(chunks: Sequence[Steps], values: Sequence[float | None]) -> Sequence[Point]:
-    ends = [chunk[-1] for chunk in chunks]
-    return [Point(end.step, end.wall_s, value) for end, value in zip(ends, values, strict=True)]
-
-
-def _of_set(name: str) -> str:
-    """Returns the end of a title that names a held-out set; empty for the set `heldout`, which every run has."""
-    return "" if name == HELDOUT else f": {name}"
-
-
-def _ends_of(total: Summary, *, name: str) -> str:
-    ends = total.heldout_sets.get(name)
-    return UNKNOWN if ends is None else change(ends.first, ends.last)
-
-
-def _heldout(run: RunRecords, *, name: str) -> Sequence[Point]:
-    return [Point(record.version, record.wall_s, record.reward_mean) for record in run.evals if record.name == name]
-
-
-def _as_in_report(name: str) -> tuple[Chart, Points]:
-    """Returns the curve of a number, in the chart that it has in the report."""
-    chart = next(number.line.chart for number in NUMBERS if number.name == name and number.line is not None)
-    return chart, partial(_per_step, read=mean_of(name))
-
-
-CURVES: Sequence[tuple[Chart, Points]] = (
-    (Chart("Reward", "mean of a step"), partial(_per_step, read=mean_of("reward_mean"), smoothed=True)),
-    (Chart("Trained samples", "per second", (0,)), partial(_speed, what="samples")),
-    (Chart("Trained tokens", "per second", (0,)), partial(_speed, what="tokens")),
-    (Chart("Age of trained tokens", "versions, mean", (0,)), partial(_per_step, read=mean_age)),
-    _as_in_report("ess_ratio"),
-    _as_in_report("entropy_nats"),
-)
-"""The curves of every run, in the order of their charts. Those of held-out rewards follow the first."""

@@ -1,11 +1,14 @@
 """Several runs on one page: every run in every chart, their totals, and the settings in which they differ."""
 
+import csv
 import dataclasses
+import io
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import msgspec
 import pytest
@@ -18,15 +21,19 @@ from asyncrl.cli.main import app
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.records import EvalRecord, heldout_ends
-from asyncrl.views.compare import Compared, compare_html, curves, differences, read_compared, totals
+from asyncrl.views.compare import compare_html, compare_svg
+from asyncrl.views.compare_curves import Axis, Figure, common_places, curves, value_at
+from asyncrl.views.compare_numbers import CSV_COLUMNS, all_runs, compare_csv, group_table, totals
+from asyncrl.views.compared_runs import Group, differences, read_compared
+from asyncrl.views.seed_statistics import t_quantile
 
 pytestmark = pytest.mark.slow
 
 runner = CliRunner()
 
 
-def read(*paths: Path) -> list[Compared]:
-    return read_compared(paths, info_of=lambda _: None)
+def read(*paths: Path, by: Sequence[str] = ()) -> list[Group]:
+    return read_compared(paths, info_of=lambda _: None, by=by)
 
 
 @pytest.fixture
@@ -37,10 +44,25 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
     return short, write_run(tmp_path, slow, name="long", limit=3, evals=False, end="finished")
 
 
-def drawn(figures: Iterable[str]) -> dict[str, dict[str, Any]]:
+@pytest.fixture
+def seeds(tmp_path: Path) -> list[Path]:
+    """Runs of two limits and three seeds. The rewards of limit 3 are higher by 0.10, 0.12 and 0.14. The last run of
+    limit 2 was killed after 6 of 8 steps, and has no summary."""
+    paths = []
+    for limit, gain in ((2, 0.0), (3, 0.1)):
+        for seed in range(3):
+            count = 6 if (limit, seed) == (2, 2) else 8
+            reward = 0.1 * seed + gain * (1 + 0.2 * seed)
+            steps = [make_step(step, wall_s=10.0 + (1 + seed) * step, reward_mean=reward) for step in range(count)]
+            path = write_run(tmp_path, steps, name=f"limit{limit}-s{seed}", limit=limit, finish=count == 8, seed=seed)
+            paths.append(path)
+    return paths
+
+
+def drawn(figures: Iterable[Figure]) -> dict[str, dict[str, Any]]:
     """Returns the numbers of each chart by its title."""
     found = {}
-    for figure in figures:
+    for _, figure in figures:
         title = re.search(r"<figcaption>([^<]*)", figure)
         data = re.search(r'<script type="application/json">(.*?)</script>', figure)
         assert title is not None
@@ -52,10 +74,18 @@ def drawn(figures: Iterable[str]) -> dict[str, dict[str, Any]]:
 def test_the_page_has_every_run_in_every_chart_and_needs_nothing_from_outside(two: tuple[Path, Path]) -> None:
     text = compare_html(read(*two))
     page = Page(text)
-    for words in ("2 runs compared", "By step", "By time", "Settings that differ", "staleness.max_versions", "Entropy"):
+    for words in (
+        "2 runs compared",
+        "By step",
+        "By trained tokens",
+        "By time",
+        "Settings that differ",
+        "staleness.max_versions",
+        "Entropy",
+    ):
         assert words in page.text, words
-    assert page.tags.count("svg") == 2 * 7
-    assert page.words.count("short") == page.words.count("long") + 2, "the run long has no evaluation"
+    assert page.tags.count("svg") == 3 * 7
+    assert page.words.count("short") == page.words.count("long") + 3, "the run long has no evaluation"
     assert not {"link", "img", "iframe", "object"} & set(page.tags)
     assert not [name for name, _ in page.attributes if name in ("src", "href", "srcset")]
     assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}
@@ -63,7 +93,7 @@ def test_the_page_has_every_run_in_every_chart_and_needs_nothing_from_outside(tw
 
 def test_each_run_is_drawn_at_its_own_steps_and_times(two: tuple[Path, Path]) -> None:
     runs = read(*two)
-    by_step, by_time = drawn(curves(runs, over_time=False)), drawn(curves(runs, over_time=True))
+    by_step, by_time = drawn(curves(runs, Axis.STEP)), drawn(curves(runs, Axis.TIME))
     assert list(by_step) == [
         "Reward", "Held-out reward", "Trained samples", "Trained tokens", "Age of trained tokens",
         "Effective sample size", "Entropy",
@@ -89,19 +119,20 @@ def test_each_run_is_drawn_at_its_own_steps_and_times(two: tuple[Path, Path]) ->
 def test_each_held_out_set_has_its_own_curve_and_its_own_total(two: tuple[Path, Path]) -> None:
     runs = read(*two)
     hard = [EvalRecord(name="hard", version=n, wall_s=20 + n, prompts=4, reward_mean=n / 4) for n in range(3)]
-    records = dataclasses.replace(runs[1].records, evals=hard)
-    summary = msgspec.structs.replace(runs[1].summary, heldout_sets=heldout_ends(hard))
-    runs = [runs[0], dataclasses.replace(runs[1], records=records, summary=summary)]
-    figures = drawn(curves(runs, over_time=False))
+    [long] = runs[1].runs
+    records = dataclasses.replace(long.records, evals=hard)
+    summary = msgspec.structs.replace(long.summary, heldout_sets=heldout_ends(hard))
+    runs[1] = dataclasses.replace(runs[1], runs=[dataclasses.replace(long, records=records, summary=summary)])
+    figures = drawn(curves(runs, Axis.STEP))
     assert list(figures)[:3] == ["Reward", "Held-out reward", "Held-out reward: hard"]
     [line] = figures["Held-out reward: hard"]["series"]
     assert (line["name"], line["xs"], line["ys"]) == ("long", [0, 1, 2], [0, 0.25, 0.5])
-    rows = {row.name: list(row.values) for row in totals(runs)}
+    rows = {row.name: list(row.values) for row in totals(all_runs(runs))}
     assert rows["held-out reward: hard"] == ["–", "0.00 → 0.50"]
 
 
 def test_totals_are_those_of_the_runs_and_rows_without_news_are_left_out(two: tuple[Path, Path]) -> None:
-    rows = {row.name: list(row.values) for row in totals(read(*two))}
+    rows = {row.name: list(row.values) for row in totals(all_runs(read(*two)))}
     assert rows["state"] == ["failed", "finished"]
     assert rows["steps"] == ["4", "8"]
     assert rows["held-out reward"] == ["0.25 at the start", "–"]
@@ -137,10 +168,10 @@ def test_what_cannot_be_compared_is_refused_with_what_to_do(tmp_path: Path) -> N
     good = write_run(tmp_path, [make_step(0)], name="good")
     none = write_run(tmp_path, [], finish=False, name="none")
     skipped = write_run(tmp_path, [make_step(0, trained=False)], finish=False, name="skipped")
-    with pytest.raises(ConfigError, match="got 1 run, but it compares 2 to 8"):
+    with pytest.raises(ConfigError, match="got 1 run, but it compares two or more"):
         read(good)
-    with pytest.raises(ConfigError, match="got 9 runs, but it compares 2 to 8"):
-        read(*[good] * 9)
+    with pytest.raises(ConfigError, match=r"--by run\.sed: no run has such a setting"):
+        read(good, write_run(tmp_path, [make_step(0)], name="other"), by=["run.sed"])
     with pytest.raises(ConfigError, match=r"is named twice; name each run once"):
         read(good, none, good)
     for path in (none, skipped):
@@ -169,3 +200,109 @@ def test_the_command_writes_the_page_and_prints_the_totals(
     assert result.exit_code == 1
     assert "there is no run absent in runs/" in result.stderr
     assert runner.invoke(app, ["compare"]).exit_code == 2
+
+
+def test_runs_that_differ_only_in_the_seed_are_a_group_with_a_mean_and_an_interval(seeds: list[Path]) -> None:
+    groups = read(*seeds, by=["run.seed"])
+    assert [group.label for group in groups] == ["max_versions=2", "max_versions=3"]
+    assert [run.seed for run in groups[1].runs] == [("run.seed=0",), ("run.seed=1",), ("run.seed=2",)]
+    head, rows = group_table(groups)
+    found = {row.name: dict(zip(head[1:], row.values, strict=True)) for row in rows}
+    assert found["max_versions=2"]["runs"] == "3"
+    half = 4.30265 * 0.1 / 3**0.5
+    assert found["max_versions=2"]["reward, last steps"] == f"0.1 ± {half:.3g}"
+    assert groups[0].note is not None
+    assert "limit2-s0 8, limit2-s1 8, limit2-s2 6" in groups[0].note
+    assert groups[1].note is None
+    assert len(read(*seeds)) == 6
+    assert len(read(*seeds, by=["run", "staleness.max_versions"])) == 1, "a section, and several keys"
+
+
+def test_the_curve_of_a_group_is_the_mean_with_its_interval_where_all_runs_have_values(seeds: list[Path]) -> None:
+    groups = read(*seeds, by=["run.seed"])
+    first, second = drawn(curves(groups, Axis.STEP))["Reward"]["series"]
+    assert (first["xs"], second["xs"]) == (list(range(6)), list(range(8)))
+    assert first["ys"] == pytest.approx([0.1] * 6)
+    assert second["ys"] == pytest.approx([0.22] * 8)
+    by_time = drawn(curves(groups, Axis.TIME))["Reward"]["series"][0]["xs"]
+    assert (min(by_time), max(by_time)) == (10, 17), "the run of seed 0 ends after 17 s"
+    by_tokens = drawn(curves(groups, Axis.TOKENS))["Reward"]
+    assert (by_tokens["x"], by_tokens["series"][0]["xs"][:2]) == ("trained tokens", [600, 1200])
+    figure = next(iter(curves(groups, Axis.STEP))).markup
+    assert figure.count('class="band"') == 2
+    assert next(iter(curves(read(*seeds), Axis.STEP))).markup.count('class="band"') == 0
+
+
+def test_curves_are_averaged_at_common_places_on_straight_lines_between_points() -> None:
+    one, other = [(0.0, 1.0), (4.0, 3.0)], [(1.0, 0.0), (3.0, 1.0), (5.0, 1.0)]
+    assert common_places([one, other]) == [1, 3, 4]
+    assert [value_at(one, x) for x in (0, 1, 3, 4)] == [1, 1.5, 2.5, 3]
+    assert common_places([one, [(5.0, 1.0)]]) == []
+    many = [(float(x), 0.0) for x in range(1000)]
+    assert len(common_places([many, many])) <= 300
+    assert common_places([many, many])[-1] == 999
+
+
+def test_the_page_of_groups_has_their_numbers_and_the_tests_of_their_differences(seeds: list[Path]) -> None:
+    page = Page(compare_html(read(*seeds, by=["run.seed"]), by=["run.seed"]))
+    for words in (
+        "6 runs compared, in 2 groups", "Differences to max_versions=2", "paired, n = 3", "arXiv:1904.06979",
+        "limit2-s2 6", "Settings that differ between groups", "run.seed=2",
+    ):  # fmt: skip
+        assert words in page.text, words
+    assert "run.seed" not in page.text.partition("Settings that differ between groups")[2].partition("Runs")[0]
+
+
+def test_the_csv_has_a_line_for_each_run_group_and_difference_and_number(seeds: list[Path]) -> None:
+    rows = list(csv.DictReader(io.StringIO(compare_csv(read(*seeds, by=["run.seed"])))))
+    assert tuple(rows[0]) == CSV_COLUMNS
+    rewards = [row for row in rows if row["number"] == "reward, last steps"]
+    assert [row["kind"] for row in rewards] == ["run"] * 6 + ["group"] * 2 + ["difference"]
+    assert [float(row["value"]) for row in rewards] == pytest.approx([0, 0.1, 0.2, 0.1, 0.22, 0.34, 0.1, 0.22, 0.12])
+    last = rewards[-1]
+    assert (last["name"], last["compared_with"], last["n"], last["test"]) == (
+        "max_versions=3", "max_versions=2", "3", "paired"
+    )  # fmt: skip
+    half = t_quantile(2) * 0.02 / 3**0.5
+    assert (float(last["low"]), float(last["high"])) == pytest.approx((0.12 - half, 0.12 + half))
+    assert float(last["p"]) == pytest.approx(0.0091, abs=1e-4)
+    single = csv.DictReader(io.StringIO(compare_csv(read(*seeds))))
+    assert {row["kind"] for row in single} == {"run"}
+
+
+def test_the_svg_has_all_charts_and_needs_no_style_of_a_page(seeds: list[Path]) -> None:
+    groups = read(*seeds, by=["run.seed"])
+    groups[0] = dataclasses.replace(groups[0], label="a <b> & \x07")
+    text = compare_svg(groups)
+    root = ElementTree.fromstring(text)
+    space = "{http://www.w3.org/2000/svg}"
+    assert root.tag == f"{space}svg"
+    assert len(root.findall(f"{space}svg")) == 3 * 7
+    assert len(root.findall(f".//{space}path[@class='band']")) >= 3 * 2
+    assert "var(" not in text
+    assert text.count("max_versions=3") == 1
+    assert "a &lt;b&gt; &amp; \ufffd" in text
+
+
+def test_more_runs_than_colours_are_lines_of_other_patterns(tmp_path: Path) -> None:
+    groups = read(*[write_run(tmp_path, [make_step(0), make_step(1)], name=f"r{n}", evals=False) for n in range(10)])
+    assert [(group.color, group.dash) for group in groups[7:]] == [("gray", 0), ("blue", 1), ("amber", 1)]
+    page = compare_html(groups)
+    assert 'class="line dash-1"' in page
+    assert page.count('<i class="dash-1"') == 2 * (3 * 6 + 1)
+
+
+def test_the_command_writes_the_files_of_groups(
+    seeds: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["compare", "--by", "run.seed", *map(str, seeds), "--svg", "a.svg", "--csv", "a.csv"]
+    result = runner.invoke(app, arguments, env={"COLUMNS": "250"})
+    assert result.exit_code == 0, result.output
+    assert "paired, n = 3" in result.output
+    assert "limit2-s2 6" in result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[-4:] == ["settings that differ: staleness.max_versions", "compare.html", "a.svg", "a.csv"]
+    assert "in 2 groups" in Page(Path("compare.html").read_text()).text
+    result = runner.invoke(app, [*arguments[:-1], "absent/a.csv"])
+    assert "--csv absent/a.csv: cannot be written" in result.stderr

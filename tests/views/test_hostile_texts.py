@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from asyncrl.cli.main import app
 from asyncrl.config.schema import Config
 from asyncrl.learner.records import EvalRecord
-from asyncrl.views.compare import compare_html, read_compared
+from asyncrl.views.compare import compare_html
+from asyncrl.views.compared_runs import read_compared
 from asyncrl.views.console import ShownConsole
 from asyncrl.views.live import LiveDisplay, LiveView, render
 from asyncrl.views.report import read_run, report_html

@@ -20,7 +20,8 @@ from made_up_run import make_step
 from playwright.sync_api import Browser, Page, sync_playwright
 from written_runs import HOSTILE, critic_step, far_behind, lively_step, write_run
 
-from asyncrl.views.compare import read_compared, write_compare
+from asyncrl.views.compare import compare_html, write_output
+from asyncrl.views.compared_runs import read_compared
 from asyncrl.views.report import write_report
 
 pytestmark = pytest.mark.campaign
@@ -56,7 +57,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     runs = {scene: write(folder / scene) for scene, write in SCENES.items()}
     slow = write_run(folder / "slow", [lively_step(step, wall_s=10 + 1.5 * step) for step in range(90)], limit=3)
     compared = read_compared([runs["finished"], runs["critic"], slow], info_of=lambda _: None)
-    write_compare(compared, folder / "compare.html")
+    write_output("--output", folder / "compare.html", compare_html(compared))
     return {scene: write_report(run) for scene, run in runs.items()} | {"compared": folder / "compare.html"}
 
 
@@ -239,7 +240,7 @@ def test_the_texts_of_a_run_change_neither_the_title_nor_the_elements_of_its_pag
             files = [write_report(run) for run in runs]
         else:
             files = [tmp_path / f"{kind}.html"]
-            write_compare(read_compared(runs, info_of=lambda _: None), files[0])
+            write_output("--output", files[0], compare_html(read_compared(runs, info_of=lambda _: None)))
         pages[kind] = [
             open_page(file, "light").evaluate(
                 """() => [document.title, ...[...document.querySelectorAll("*")].map((one) =>

@@ -69,12 +69,15 @@ def write_run(
     end: Literal["finished", "failed"] | None = "failed",
     name: str = "quick",
     limit: int = 2,
+    seed: int = 0,
 ) -> Path:
     """Writes a run with these steps, each with a sample, and returns its path.
 
     `finish` writes the summary. With `end=None` the run still goes on.
     """
-    config = Config.model_validate({"run": {"name": name, "dir": str(folder)}, "staleness": {"max_versions": limit}})
+    config = Config.model_validate(
+        {"run": {"name": name, "dir": str(folder), "seed": seed}, "staleness": {"max_versions": limit}}
+    )
     run = RunDir.create(config)
     for record in steps:
         run.append_step(record)

@@ -1,0 +1,167 @@
+"""The numbers of a comparison: totals of each run, means and intervals of groups, and tests of their differences."""
+
+import csv
+import io
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from asyncrl.learner.records import Summary
+from asyncrl.views.compare_curves import of_set
+from asyncrl.views.compared_runs import UNKNOWN, Compared, Group, Row
+from asyncrl.views.quantities import change, duration, number
+from asyncrl.views.seed_statistics import Difference, difference, estimate
+
+CSV_COLUMNS = (
+    "kind", "name", "settings", "number", "n", "value", "low", "high", "p", "test", "compared_with"
+)  # fmt: skip
+"""Columns of the CSV file. `kind` is run, group or difference. `settings` are those of a run by which the runs are
+grouped. `low` and `high` are the ends of the 95 % t-interval. `compared_with` is the group that was subtracted."""
+
+
+class Total(NamedTuple):
+    """A number of a run's summary. `tested` is whether groups are compared by it."""
+
+    name: str
+    read: Callable[[Summary], float | None]
+    tested: bool = True
+
+
+def totals_of(runs: Sequence[Compared]) -> list[Total]:
+    """Returns the numbers that at least one of the runs has."""
+    sets = dict.fromkeys(name for run in runs for name in run.summary.heldout_sets)
+    found = [
+        Total("steps", lambda total: total.steps, tested=False),
+        Total("reward, last steps", lambda total: total.reward_last),
+        Total("held-out reward, last", lambda total: total.heldout_last),
+        *(Total(f"held-out reward{of_set(name)}, last", partial(_last_of, name=name)) for name in sets),
+        Total("trained samples per second", lambda total: total.samples_per_s),
+        Total("seconds", lambda total: total.wall_s),
+        Total("trained tokens", lambda total: total.trained_tokens, tested=False),
+        Total("effective sample size, mean", lambda total: total.ess_ratio_mean),
+    ]
+    return [each for each in found if any(_values(each, runs))]
+
+
+def _last_of(total: Summary, *, name: str) -> float | None:
+    ends = total.heldout_sets.get(name)
+    return None if ends is None else ends.last
+
+
+def _values(total: Total, runs: Sequence[Compared]) -> list[tuple[tuple[str, ...], float]]:
+    """Returns the finite values of the runs, each with the run's seed."""
+    found = [(run.seed, total.read(run.summary)) for run in runs]
+    return [(seed, value) for seed, value in found if value is not None and math.isfinite(value)]
+
+
+def all_runs(groups: Sequence[Group]) -> list[Compared]:
+    """Returns the runs of all groups."""
+    return [run for group in groups for run in group.runs]
+
+
+def group_table(groups: Sequence[Group]) -> tuple[list[str], list[Row]]:
+    """Returns the head and the rows of the table of groups: a row for each group, a column for each number."""
+    found = totals_of(all_runs(groups))
+    rows = [Row(group.label, [str(len(group.runs)), *(_mean_text(each, group) for each in found)]) for group in groups]
+    return ["group", "runs", *(each.name for each in found)], rows
+
+
+def _mean_text(total: Total, group: Group) -> str:
+    mean = estimate([value for _, value in _values(total, group.runs)])
+    if mean is None:
+        return UNKNOWN
+    spread = "" if mean.high is None else f" ± {number(mean.high - mean.mean)}"
+    return f"{number(mean.mean)}{spread}" + (f" (n = {mean.n})" if mean.n < len(group.runs) else "")
+
+
+def differences_to_first(groups: Sequence[Group]) -> Iterator[tuple[Group, Total, Difference]]:
+    """Yields the difference of each later group to the first one, for each tested number that both have."""
+    found = totals_of(all_runs(groups))
+    for group in groups[1:]:
+        for total in found:
+            compared = difference(_values(total, group.runs), _values(total, groups[0].runs))
+            if total.tested and compared is not None:
+                yield group, total, compared
+
+
+DIFFERENCE_HEAD = ["group", "number", "difference", "95 % interval", "p", "test"]
+
+
+def difference_rows(groups: Sequence[Group]) -> list[Row]:
+    """Returns the rows of the table of differences to the first group, with the columns of `DIFFERENCE_HEAD`."""
+    return [
+        Row(group.label, [total.name, number(compared.mean), *_test_texts(compared)])
+        for group, total, compared in differences_to_first(groups)
+    ]
+
+
+def _test_texts(compared: Difference) -> list[str]:
+    if compared.low is None or compared.high is None or compared.p is None:
+        return [UNKNOWN, UNKNOWN, "too few runs"]
+    test = f"paired, n = {compared.n}" if compared.test == "paired" else f"Welch, {compared.n} runs"
+    p = "< 0.001" if compared.p < 0.001 else f"{compared.p:.3f}"
+    return [f"{number(compared.low)} to {number(compared.high)}", p, test]
+
+
+def compare_csv(groups: Sequence[Group]) -> str:
+    """Returns all numbers as CSV with the columns `CSV_COLUMNS`: a line for each run and number, and, if there are
+    groups of several runs, for each group and number, and for each difference to the first group."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    found = totals_of(all_runs(groups))
+    for run in all_runs(groups):
+        for total in found:
+            for seed, value in _values(total, [run]):
+                line: dict[str, object] = {"kind": "run", "name": run.label, "settings": ", ".join(seed)}
+                writer.writerow(line | {"number": total.name, "n": 1, "value": value})
+    if all(len(group.runs) == 1 for group in groups):
+        return text.getvalue()
+    for group in groups:
+        for total in found:
+            if mean := estimate([value for _, value in _values(total, group.runs)]):
+                line = {"kind": "group", "name": group.label, "number": total.name, "n": mean.n}
+                writer.writerow(line | {"value": mean.mean, "low": mean.low, "high": mean.high})
+    for group, total, compared in differences_to_first(groups):
+        line = {"kind": "difference", "name": group.label, "number": total.name, "n": compared.n}
+        line |= {"value": compared.mean, "low": compared.low, "high": compared.high, "p": compared.p}
+        writer.writerow(line | {"test": compared.test, "compared_with": groups[0].label})
+    return text.getvalue()
+
+
+def totals(runs: Sequence[Compared]) -> list[Row]:
+    """Returns the rows of the table of totals, with a column for each run. Rows in which no run has a number, or every
+    run has 0, are left out."""
+
+    def row(name: str, text: Callable[[Summary], str]) -> Row:
+        return Row(name, [text(run.summary) for run in runs])
+
+    def optional(value: float | None) -> str:
+        return UNKNOWN if value is None else number(value)
+
+    sets = dict.fromkeys(name for run in runs for name in run.summary.heldout_sets)
+    rows = [
+        Row("settings", [", ".join(run.seed) or UNKNOWN for run in runs]),
+        Row("state", [run.records.info.state for run in runs]),
+        row("steps", lambda total: f"{total.steps:,}"),
+        row("time", lambda total: duration(total.wall_s)),
+        row("reward, first to last steps", lambda total: change(total.reward_first, total.reward_last)),
+        row("held-out reward", lambda total: change(total.heldout_first, total.heldout_last)),
+        *(row(f"held-out reward{of_set(name)}", partial(_ends_of, name=name)) for name in sets),
+        row("trained samples per second", lambda total: number(total.samples_per_s)),
+        row("trained tokens", lambda total: number(total.trained_tokens)),
+        row("oldest trained token, versions", lambda total: f"{total.max_token_staleness} of {total.staleness_limit}"),
+        row("effective sample size, mean", lambda total: optional(total.ess_ratio_mean)),
+        row("effective sample size, lowest", lambda total: optional(total.ess_ratio_lowest)),
+        row("learner busy", lambda total: f"{total.learner_busy_ratio:.0%}"),
+        row("generators busy", lambda total: f"{total.generator_busy_ratio:.0%}"),
+        row("log-prob parity, nats", lambda total: optional(total.parity_max_nats)),
+        row("restarts", lambda total: f"{total.restarts:,}"),
+    ]
+    return [each for each in rows if {*each.values} not in ({UNKNOWN}, {"0"})]
+
+
+def _ends_of(total: Summary, *, name: str) -> str:
+    ends = total.heldout_sets.get(name)
+    return UNKNOWN if ends is None else change(ends.first, ends.last)
