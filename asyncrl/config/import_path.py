@@ -132,13 +132,15 @@ def _modules_of(found: Any) -> Iterator[str]:
 
 
 def missing_module(value: str, *, key: str) -> str | None:
-    """Returns the error of `resolve` for a module that does not exist; None if the module may exist. Imports nothing.
+    """Returns the error of `resolve` for a module that does not exist. Imports nothing.
+
+    None if the module may exist, or if `value` is not written like an import path (`malformed`).
 
     None does not prove that the module exists: a package may create modules while it is imported, and this function
     cannot see those.
     """
     parts = value.partition(":")[0].split(".")
-    if not all(part.isidentifier() for part in parts):
+    if not IMPORT_PATH.fullmatch(value) or not all(part.isidentifier() for part in parts):
         return None
     name = parts[0]
     try:

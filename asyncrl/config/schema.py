@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from asyncrl.config.import_path import OF_SEVERAL_TURNS
 
@@ -46,6 +47,18 @@ WATCHED_DEADLINE = Mark("watched deadline")
 def in_home(path: str) -> str:
     """Replaces a leading `~` with the home directory. A shell does that only at the start of a word."""
     return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
+def no_url(advice: str) -> BeforeValidator:
+    """Refuses a URL such as `s3://bucket/runs`, which would be a folder `s3:` in the working directory. `advice` says
+    what to write instead."""
+
+    def checked(value: object) -> object:
+        if isinstance(value, str) and "://" in value:
+            raise PydanticCustomError("url", f"is a URL, and asyncrl reads and writes files only; {advice}")
+        return value
+
+    return BeforeValidator(checked)
 
 
 OnDeadline = Literal["wait", "requeue", "drop", "mask"]
@@ -95,7 +108,13 @@ class RunSection(Section):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}$")] = "quickstart"
     """Name of the run. It is also the name of the run's Ray namespace and of its folder below `run.dir`."""
     # Strict validation of JSON accepts text for a path, but it would refuse the default, which is a Path object.
-    dir: Annotated[Path, Field(validate_default=False), AfterValidator(Path.expanduser), PER_DEPLOYMENT] = Path("runs")
+    dir: Annotated[
+        Path,
+        Field(validate_default=False),
+        no_url("name a folder, and copy the run's directory to its storage after the run, or mount the storage"),
+        AfterValidator(Path.expanduser),
+        PER_DEPLOYMENT,
+    ] = Path("runs")
     """Folder in which the run's directory is created. Only the learner writes there."""
     shared: Annotated[bool, PER_DEPLOYMENT] = False
     """Let other users of the machine read the run's directory (mode 0755). Otherwise only you can (mode 0700): it has
@@ -168,7 +187,11 @@ class LoraSection(Section):
 class ModelSection(Section):
     """The model of the policy."""
 
-    path: Annotated[str, AfterValidator(in_home)] = "models/tiny-speller"
+    path: Annotated[
+        str,
+        no_url("download the model and name its folder, or name a model of the Hugging Face Hub as owner/name"),
+        AfterValidator(in_home),
+    ] = "models/tiny-speller"
     """A local directory with a Hugging Face model, or the id of a model on the Hugging Face Hub (`owner/name`). The
     value is a directory if the directory exists, if the value begins with `/`, `./`, `../`, `~` or `models/`, if its
     first part is a folder in the working directory, or if it has more than two parts. With `model.tiny` it must be a
@@ -204,7 +227,17 @@ class DatasetSection(Section):
     Hub, or files of parquet, JSON, CSV or arrow, with the extra `hf`), or an import path `package.module:callable`. The
     callable returns or yields tasks, or dicts. A row is an object with a `prompt` (a text or a list of messages) or
     `messages`, and an `answer`; its other keys become the task's metadata (docs/tasks.md)."""
-    path: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
+    path: (
+        Annotated[
+            Path,
+            no_url(
+                "download the data and name its file or folder, or, with data.dataset = hf, name a dataset of the Hub "
+                "as owner/name"
+            ),
+            AfterValidator(Path.expanduser),
+        ]
+        | None
+    ) = None
     """File of the `jsonl` dataset, one JSON object a line. For `hf`: the name of a dataset on the Hub (`owner/name`), a
     file, a folder of files, or a folder that `save_to_disk` of the library `datasets` has written. A relative path is
     looked up in the working directory, and then, if a configuration file sets it, in the folder of that file."""
@@ -702,7 +735,7 @@ class WeightsSection(Section):
     learner's ranks to the replicas that are there; the others get them through the object store. `filesystem`: through
     files in `folder`. `ipc`: through the memory of the learner's ranks, which must be on the node of the
     generators."""
-    folder: Path | None = None
+    folder: Annotated[Path, no_url("name a folder that the learner and all generators share")] | None = None
     """Folder for `transport: filesystem`, which the learner and all generators must share. It has the newest three
     versions, with `delta` also what they build on, and is empty after the run. Unset: the folder `weights` of the run's
     directory."""

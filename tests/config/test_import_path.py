@@ -79,6 +79,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "builtins:print",
         "__main__:f",
         "mine..x:f",  # malformed: another rule refuses it
+        "s3://bucket/reward.py",  # the same
     ],
 )
 def test_a_module_that_is_there_or_may_be_is_not_missed_and_not_imported(value: str) -> None:

@@ -185,6 +185,35 @@ def test_values_are_read_by_yaml_1_2_in_files_and_overrides_and_written_back(key
 
 
 @pytest.mark.fault("F28")
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/x", "gs://bucket/x.jsonl", "https://huggingface.co/owner/name", "hf://o/n"]
+)
+@pytest.mark.parametrize(
+    ("key", "advice"),
+    [
+        ("run.dir", "name a folder, and copy the run's directory to its storage"),
+        ("model.path", "download the model and name its folder"),
+        ("data.path", "download the data and name its file or folder"),
+        ("data.mixture.0.data.path", "download the data and name its file or folder"),
+        ("eval.sets.hard.data.path", "download the data and name its file or folder"),
+        ("weights.folder", "name a folder that the learner and all generators share"),
+    ],
+)
+def test_a_url_is_refused_where_a_file_or_folder_is_meant(key: str, advice: str, url: str) -> None:
+    override = f"{key}={url}"
+    if ".data." in key:
+        group = "[{name: a, data: {dataset: jsonl, path: %s}}]" if "mixture" in key else "{hard: {data: {path: %s}}}"
+        override = f"{'.'.join(key.split('.')[:2])}={group % url}"
+    (line,) = _lines([], [override])
+    assert line.startswith(f'{key} = "{url}" (on the command line): is a URL, and asyncrl reads and writes files only')
+    assert advice in line
+
+
+def test_a_folder_and_the_name_of_a_model_or_dataset_on_the_hub_are_not_urls() -> None:
+    config = load_config([], ["run.dir=/mnt/s3/runs", "model.path=owner/name", "data.dataset=hf", "data.path=o/n"])
+    assert (str(config.run.dir), config.model.path, str(config.data.path)) == ("/mnt/s3/runs", "owner/name", "o/n")
+
+
 def test_in_a_file_text_needs_one_pair_of_quotes(tmp_path: Path) -> None:
     file = _write(tmp_path / "a.yaml", "run: {name: 12}\ndata:\n  prompt_template: {word}\n")
     name, template = _lines([file], [])
