@@ -12,7 +12,7 @@ AsyncRLError
 │   ├── AnotherRun             the run on a cluster has the name of a run directory, and is not its run
 │   ├── LearnerNotRestored     a new learner would continue a run without the weights that the run has trained
 │   ├── Fenced                 another learner has taken over the run of this learner
-│   ├── RunMismatch            a deployment tries to join a run with another shared configuration or other prompts
+│   ├── RunMismatch            a deployment tries to join a run with other settings, prompts or versions of packages
 │   ├── HandshakeError         the pools disagree on tokenizer, vocabulary or log-probs (F25)
 │   ├── GeneratorPoolExhausted fewer live replicas than `generator.min_replicas`
 │   ├── RunEnded               `asyncrl down` ended the run, or another run took its directory while it was watched
@@ -25,7 +25,8 @@ AsyncRLError
 │   ├── ActorGone              the process that serves a call has ended
 │   │   └── RowsLost           the process that stored some rows has ended, and the rows with it (F37)
 │   ├── CallTimeout            a call to another process took longer than its limit
-│   │   └── ActorUnreachable   an actor cannot be reached at the moment; its process may live
+│   │   ├── ActorUnreachable   an actor cannot be reached at the moment; its process may live
+│   │   └── ClusterUnreachable no Ray cluster answers at the address, because its head was lost or does not run yet
 │   ├── CallRefused            the ranks cannot use the arguments of a call; the ranks stay usable
 │   │   ├── MissingColumns     the rows lack columns that a loss reads; no training step was made
 │   │   ├── ImpreciseColumns   a loss sums log-probs over sequences, and the log-probs have half precision
@@ -117,7 +118,8 @@ class Fenced(RunError):
 
 
 class RunMismatch(RunError):
-    """A deployment tries to join a run, but a shared configuration key or its prompts differ from the run's."""
+    """A deployment tries to join a run, but a shared configuration key, its prompts or the version of a package differ
+    from the run's."""
 
 
 class HandshakeError(RunError):
@@ -174,6 +176,10 @@ class CallTimeout(RunError, TimeoutError):
 
 class ActorUnreachable(CallTimeout):
     """An actor cannot be reached at the moment. Its process may live."""
+
+
+class ClusterUnreachable(CallTimeout):
+    """No Ray cluster answers at the address. Its head was lost, or was not started yet, or the address is wrong."""
 
 
 class RowsLost(ActorGone):

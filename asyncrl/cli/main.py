@@ -21,7 +21,7 @@ import typer.main
 from typer.core import TyperCommand, TyperGroup
 
 from asyncrl import __version__
-from asyncrl.cli.restarts import RESTART_MENDS, ends_on_purpose, supervise
+from asyncrl.cli.restarts import RESTART_MENDS, ends_on_purpose, report_death, supervise
 from asyncrl.cli.terminal import command_app, say
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.run_files import OF_DAMAGED_FILES
@@ -29,6 +29,8 @@ from asyncrl.shown_text import shown
 
 SUPERVISED = ("up", "resume", "learner")
 """The commands that are started again after their process has died, or after an error that a restart may fix."""
+REPORTED = ("generator",)
+"""The commands whose death gets the exit code of errors that a restart may fix. Their user starts them again."""
 READERS = ("status", "top", "stacks", "scale", "down", "audit", "samples", "export", "report", "compare")
 """The commands that use the files of a run, which may be damaged or of another person. An error that such files can
 cause is shown in one sentence."""
@@ -167,14 +169,21 @@ def _show_traceback(*error: Any) -> None:
 
 def main() -> None:
     """Runs the command in `sys.argv`. A command of `SUPERVISED` runs in a child process, which this one starts again if
-    it dies."""
+    it dies, and one of `REPORTED` in a child process whose death this one reports."""
     # By default the garbage collector looks at new objects so often that this takes a seventh of the time of imports.
     gc.set_threshold(GARBAGE_AFTER)
     sys.excepthook = _show_traceback
     if sys.argv[1:2] and sys.argv[1] in SUPERVISED:
         supervise()
+    reported = sys.argv[1:2] and sys.argv[1] in REPORTED
+    if reported:
+        report_death()
     try:
         app()
     except SystemExit:  # every command ends with it; other exceptions are unexpected
         ends_on_purpose()
+        raise
+    except BaseException:  # a restart of a generator would not mend it
+        if reported:
+            ends_on_purpose()
         raise

@@ -4,6 +4,9 @@
 start the next child, so it stays alive when the child is killed or runs out of memory. The command in each child
 decides whether it may restart the run (`preflight.check_restart`), because only the command knows the configuration.
 Children that die before they can decide end the command after `EARLY_DEATHS` of them.
+
+`report_death` does the same for a command that its user starts again: its parent only turns the death of its child into
+the exit code `RESTART_MENDS`.
 """
 
 import contextlib
@@ -12,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from typing import NoReturn
 
 from asyncrl.parent_death import die_with
 
@@ -87,27 +91,17 @@ def supervise() -> None:
     Must be called in the main thread, before any other thread was started.
     """
     global _earlier_end, _started_s
-    # A signal that is ignored (SIGHUP, under nohup) would still be reported to `sigwait` while it is blocked.
-    ending = {number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN}
+    ending = _ending_signals()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*ending, signal.SIGCHLD})
     early_deaths = 0
     while True:
-        parent, started_s = os.getpid(), time.monotonic()
-        _on_purpose[0] = 0
-        child = os.fork()
-        if child == 0:
-            # A process group of its own: a signal to the group of the terminal, or from `timeout`, reaches this process
-            # once, by its parent. Two would end it at once.
-            os.setpgid(0, 0)
-            die_with(parent)
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        started_s = time.monotonic()
+        if (ended := _child(ending, before)) is None:
             return
-        status, asked = _wait(child, ending)
+        code, asked = ended
         on_purpose = bool(_on_purpose[0])
-        code = os.waitstatus_to_exitcode(status)
         if asked or _asked[0] or (on_purpose and code != RESTART_MENDS):
-            # The child has written all output. Buffers that were copied at the fork must not be flushed again.
-            os._exit(code if code >= 0 else 128 - code)
+            _exit(code)
         _earlier_end = "with an error" if on_purpose else f"by {_how(code)}"
         now_s = time.monotonic()
         early_deaths = 0 if on_purpose or now_s - started_s > EARLY_S else early_deaths + 1
@@ -118,8 +112,60 @@ def supervise() -> None:
                 file=sys.stderr,
                 flush=True,
             )
-            os._exit(code if code >= 0 else 128 - code)
+            _exit(code)
         _started_s += (now_s,)
+
+
+def report_death() -> None:
+    """Returns in a child process, which runs the command. This process waits for it and then exits with its exit code.
+
+    If the child ends without a call of `ends_on_purpose` or a signal from outside, it was killed, or Ray has ended it:
+    Ray calls `_exit(1)` in a process that has not reached the head of its cluster for 60 s. This process then says so,
+    and exits with `RESTART_MENDS`. Must be called as `supervise`.
+    """
+    ending = _ending_signals()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*ending, signal.SIGCHLD})
+    if (ended := _child(ending, before)) is None:
+        return
+    code, asked = ended
+    if asked or _asked[0] or _on_purpose[0]:
+        _exit(code)
+    print(
+        f"the process of this command was ended by {_how(code)}, and has not ended itself: it was killed, or Ray has "
+        "ended it because it did not reach the head of its cluster for 60 s. If the head was lost, start the cluster "
+        f"again, and then this command (exit code {RESTART_MENDS})",
+        file=sys.stderr,
+        flush=True,
+    )
+    _exit(RESTART_MENDS)
+
+
+def _ending_signals() -> set[signal.Signals]:
+    # A signal that is ignored (SIGHUP, under nohup) would still be reported to `sigwait` while it is blocked.
+    return {number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN}
+
+
+def _child(ending: set[signal.Signals], before: set[int | signal.Signals]) -> tuple[int, bool] | None:
+    """Forks. Returns None in the child, whose signal mask is `before`. In this process, waits until the child has
+    ended, and returns its exit code (negative for a signal), and whether there was one of the signals `ending`."""
+    parent = os.getpid()
+    _on_purpose[0] = 0
+    child = os.fork()
+    if child == 0:
+        # A process group of its own: a signal to the group of the terminal, or from `timeout`, reaches this process
+        # once, by its parent. Two would end it at once.
+        os.setpgid(0, 0)
+        die_with(parent)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return None
+    status, asked = _wait(child, ending)
+    return os.waitstatus_to_exitcode(status), asked
+
+
+def _exit(code: int) -> NoReturn:
+    """Exits without flushing: the child has written all output, and the buffers that were copied at the fork must not
+    be written again."""
+    os._exit(code if code >= 0 else 128 - code)
 
 
 def _how(code: int) -> str:

@@ -56,7 +56,7 @@ from asyncrl.deployment.launch import asked_to_end, ended_at_once, log_to, run_u
 from asyncrl.deployment.resuming import Choice, Resumed, no_checkpoint, rate_changes, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen, StartLog
-from asyncrl.errors import LearnerNotRestored
+from asyncrl.errors import ClusterUnreachable, LearnerNotRestored, RunError
 from asyncrl.learner.records import Summary, known_info
 from asyncrl.metrics.states import monotonic_at_process_start
 from asyncrl.shown_text import shown
@@ -154,11 +154,24 @@ def join_admitted(address: str, config: Config, *, choose: Choice) -> Choice:
     directory moved aside. Returns the function to use in place of `choose`. It raises LearnerNotRestored, and moves
     nothing, if `choose` finds no checkpoint and the run on the cluster admits no learner without one. If the learner of
     this directory may have been killed, waits until the run on the cluster counts it as gone.
+
+    If this command has begun the run and was started again, waits for the cluster for up to `run.stall_timeout_s`,
+    because its head may be starting again too. Otherwise the address may be wrong, and the command must not start
+    again by itself: the error is then no ClusterUnreachable.
     """
+    from asyncrl.data_plane.calls import patiently_in_thread
     from asyncrl.deployment.cluster import join
     from asyncrl.deployment.shared_actors import check_admission
 
-    join(address, namespace=config.run.name, folder=config.run.dir)
+    try:
+        patiently_in_thread(
+            partial(join, address, namespace=config.run.name, folder=config.run.dir),
+            patience_s=config.run.stall_timeout_s if restarts.begun_before() else 0.0,
+        )
+    except ClusterUnreachable as error:
+        if not restarts.begun_before():
+            raise RunError(str(error)) from error
+        raise
     directory = config.run.dir / config.run.name
     limits, gone = config.buffer, restarts.restarts() > 0 or may_have_died(directory)
     patience_s = limits.heartbeat_timeout_s + limits.call_timeout_s if gone else 0.0

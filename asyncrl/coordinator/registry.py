@@ -1,12 +1,13 @@
 """The registry of a run: its deployments, its state, its metrics endpoints, and its newest published version.
 
-Pure: the clock is an argument. The first deployment sets the run's shared config. Each later deployment must agree with
-it key by key. The check is needed because Ray's get-or-create of an actor ignores the arguments of the second caller. A
-run has one learner. A deployment that sends no heartbeat for the timeout counts as gone until its next heartbeat.
+Pure: the clock is an argument. The first deployment sets the run's shared config and the versions of its packages. Each
+later deployment must agree with the config key by key, and with the first two parts of each version. The check is
+needed because Ray's get-or-create of an actor ignores the arguments of the second caller. A run has one learner. A
+deployment that sends no heartbeat for the timeout counts as gone until its next heartbeat.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -45,7 +46,8 @@ class Attachment(StrEnum):
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     """An attached deployment, with the host and the pid of its process. A learner has the `nonce` of its run, which
     distinguishes runs of the same name. `replicas` is the number of replicas with which a generator deployment
-    starts."""
+    starts. `versions` has the versions of the packages on whose agreement the run depends, by name, as far as they are
+    installed."""
 
     id: str
     role: Role
@@ -53,6 +55,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     nonce: str = ""
     replicas: int = 0
+    versions: dict[str, str] = {}
 
 
 class EndpointChanges(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +72,19 @@ class EndpointChanges(msgspec.Struct, frozen=True, kw_only=True):
         """Returns all endpoints, given those that were known before."""
         merged = self.addresses if self.whole else {**known, **self.addresses}
         return {name: address for name, address in merged.items() if address}
+
+
+def _other_versions(deployment: Deployment, first: Deployment) -> Iterator[str]:
+    """Yields an error for each package of which the first two parts of the version differ between `deployment` and
+    `first`, the deployment that began the run. A package that only one of the two has is not compared."""
+    for package, version in deployment.versions.items():
+        begun = first.versions.get(package)
+        if begun is not None and version.split(".")[:2] != begun.split(".")[:2]:
+            yield (
+                f"{deployment.host} has {package} {version}, but the run was started on {first.host} with {package} "
+                f"{begun}: the first two parts of the version must be equal; install {package} {begun} on "
+                f"{deployment.host}, or end the run with `asyncrl down` and start it with one version on all nodes"
+            )
 
 
 class Registry:
@@ -98,6 +114,7 @@ class Registry:
         self._fingerprint: tuple[str, str] | None = None
         self._progress_at_s = clock()
         self.state, self.message = RunState.STARTING, ""
+        self._first: Deployment | None = None  # the first one that was admitted
         self.learner: Deployment | None = None
         self.learner_state_seconds: dict[str, float] = {}
         self._asked_to_end = False
@@ -112,6 +129,7 @@ class Registry:
 
     def attach(self, deployment: Deployment) -> None:
         """Admits a deployment for which `check` raised no error. A learner replaces the earlier learner for good."""
+        self._first = self._first or deployment
         if deployment.role is Role.LEARNER:
             if self.learner is not None:
                 self._members.pop(self.learner.id, None)
@@ -122,9 +140,9 @@ class Registry:
     def check(self, deployment: Deployment, *, shared: Mapping[str, object]) -> None:
         """Raises an error if the deployment may not attach, and changes nothing.
 
-        RunMismatch names the first key whose value differs from the run's. RunLocked names the learner that the run
-        has already, or says that the run has ended and its processes are ending: a generator that entered such a run
-        would keep its processes alive, and the next learner could not start.
+        RunMismatch names the first package or key whose value differs from the run's. RunLocked names the learner that
+        the run has already, or says that the run has ended and its processes are ending: a generator that entered such
+        a run would keep its processes alive, and the next learner could not start.
         """
         enters = deployment.id not in self._members
         if self._closed_by or (deployment.role is Role.GENERATOR and self.state in OVER and enters):
@@ -132,6 +150,9 @@ class Registry:
                 "the earlier run of this name has ended, and its last deployment is ending the run's processes; start "
                 "this command again in some seconds. If this message stays, end the run with `asyncrl down` first"
             )
+        if self._first is not None:
+            for mismatch in _other_versions(deployment, self._first):
+                raise RunMismatch(mismatch)
         key = first_difference(self._shared, shared)
         if key is not None:
             raise RunMismatch(

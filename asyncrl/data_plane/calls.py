@@ -15,6 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
+from asyncrl.data_plane.late_calls import why_late
 from asyncrl.errors import ActorGone, ActorUnreachable, AsyncRLError, CallTimeout, RunError
 
 logger = logging.getLogger(__name__)
@@ -68,10 +69,8 @@ def reason_of_death(error: RayActorError) -> str:
     return lines[-1 if error.actor_init_failed else 0].rstrip(".")
 
 
-def _late(what: str, timeout_s: float) -> CallTimeout:
-    return CallTimeout(
-        f"{what} took longer than {timeout_s:g} s; this machine may be too busy: end other programs, and try again"
-    )
+def _late(what: str, timeout_s: float, ref: Any) -> CallTimeout:
+    return CallTimeout(f"{what} took longer than {timeout_s:g} s; {why_late(ref)}")
 
 
 @contextlib.contextmanager
@@ -86,13 +85,13 @@ def _own_errors(ref: Any, *, timeout_s: float, what: str, unchanged: tuple[type[
         raise
     except ActorUnavailableError as error:
         raise ActorUnreachable(
-            f"{what}: the actor cannot be reached at the moment ({reason_of_death(error)})"
+            f"{what}: the actor cannot be reached at the moment ({reason_of_death(error)}); {why_late(ref)}"
         ) from error
     except RayActorError as error:
         raise ActorGone(f"{what}: the actor's process has ended ({reason_of_death(error)})") from error
     except TimeoutError:
         ray.cancel(ref)
-        raise _late(what, timeout_s) from None
+        raise _late(what, timeout_s, ref) from None
     except asyncio.CancelledError:
         ray.cancel(ref)
         raise
@@ -178,7 +177,7 @@ def answers(refs: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
         if not done:
             for ref in waiting:
                 ray.cancel(ref)
-            raise _late(what, timeout_s)
+            raise _late(what, timeout_s, waiting[0])
         for ref in done:
             results[ref] = answer(ref, timeout_s=timeout_s, what=what)
     return [results[ref] for ref in refs]

@@ -35,9 +35,16 @@ from ray.exceptions import RayError
 
 from asyncrl.config.schema import Config
 from asyncrl.data_plane.calls import finished, has_process, room
-from asyncrl.deployment.local_clusters import cluster_of, noted_address, own_clusters, require_token, started_for
+from asyncrl.deployment.local_clusters import (
+    check_token_file,
+    cluster_of,
+    noted_address,
+    own_clusters,
+    require_token,
+    started_for,
+)
 from asyncrl.deployment.temporary_folders import close_to_others, ray_folder, temporary_folder_problems
-from asyncrl.errors import PlacementError, RunError
+from asyncrl.errors import CallTimeout, ClusterUnreachable, PlacementError, RunError
 
 logger = logging.getLogger(__name__)
 
@@ -204,12 +211,14 @@ def join(address: str, *, namespace: str, folder: Path = Path("runs")) -> None:
     """Joins a running cluster.
 
     `namespace` is the name of the run, `folder` the folder of its directory. `auto` is the cluster of RAY_ADDRESS, else
-    the one that this user has started on this machine, for the run if there are several. Raises RunError, which says
-    how to start one, if no cluster answers, and if `auto` may be several clusters.
+    the one that this user has started on this machine, for the run if there are several. Raises ClusterUnreachable,
+    which says how to start one, if no cluster answers, and RunError if `auto` may be several clusters, if the address
+    has a wrong form, or if other users can read the token.
 
     If no process listens at the address, `ray.init` tries for minutes and ignores signals. So this function first opens
     a connection itself, which fails at once.
     """
+    check_token_file()
     try:
         if address == "auto":
             address = _found(namespace, folder=str(folder.resolve()))
@@ -227,9 +236,11 @@ def join(address: str, *, namespace: str, folder: Path = Path("runs")) -> None:
                 "the cluster, or RAY_AUTH_TOKEN_PATH to a file that holds it (`ray get-auth-token` prints it on the "
                 "cluster's head)"
             ) from error
-        raise RunError(
+        refused = RunError if isinstance(error, ValueError) else ClusterUnreachable
+        raise refused(
             f"no Ray cluster answers at ray.address = {address!r} ({str(error).splitlines()[0]}); start one with "
-            "`asyncrl head -c FILE` (only this machine can reach it), or use `asyncrl up`"
+            "`asyncrl head -c FILE` (only this machine can reach it), or use `asyncrl up`. If its head was lost, start "
+            "the cluster again, and then this command"
         ) from error
     warn_of_open_cluster(address)
 
@@ -364,12 +375,18 @@ def _start_nothing(*_: Any, **__: Any) -> None:
 
 
 async def ray_nodes(*, timeout_s: float) -> list[dict[str, Any]]:
-    """Returns Ray's list of the cluster's nodes, which includes dead nodes. Raises RunError or TimeoutError."""
+    """Returns Ray's list of the cluster's nodes, which includes dead nodes. Raises RunError, and CallTimeout if Ray's
+    head does not answer within `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):  # `asyncio.wait_for` may lose a cancellation
             return await asyncio.to_thread(ray.nodes)
+    except TimeoutError:
+        raise CallTimeout(
+            f"Ray's head did not list its nodes within {timeout_s:g} s; see whether the head runs, and whether this "
+            "machine reaches it"
+        ) from None
     except (RayError, RuntimeError) as error:
-        raise RunError(f"Ray does not list its nodes: {error}") from error
+        raise RunError(f"Ray does not list its nodes: {type(error).__name__}: {error}") from error
 
 
 async def placed(

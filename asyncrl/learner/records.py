@@ -102,6 +102,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     `ray_session` is the folder of the Ray instance that the run started; None when the run used a running Ray.
     `shared_memory` lists the files in /dev/shm that the run's engines use. A killed engine leaves them there.
     `started` is the first start of the run, `resumed` has its restarts in order.
+    `versions` has the versions of asyncrl, torch, transformers and vLLM at the last start. All deployments of the run
+    have versions with the same first two parts.
     """
 
     name: str
@@ -116,6 +118,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     ray_session: str | None = None
     shared_memory: list[str] = []
     resumed: list[Resumption] = []
+    versions: dict[str, str] = {}
     finished: str | None = None
     exit_reason: str | None = None
 

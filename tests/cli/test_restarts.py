@@ -24,10 +24,18 @@ print("start", restarts(), flush=True)
 """
 
 
-def started(body: str, **options: object) -> "subprocess.Popen[str]":
-    """Starts a process that runs `body` in the child of `supervise`."""
+REPORTED = """
+import os, signal, sys, time
+from asyncrl.cli.restarts import ends_on_purpose, report_death
+report_death()
+print("start", flush=True)
+"""
+
+
+def started(body: str, *, command: str = COMMAND, **options: object) -> "subprocess.Popen[str]":
+    """Starts a process that runs `body` in the child of `supervise`, or after another `command`."""
     return subprocess.Popen(
-        [sys.executable, "-c", COMMAND + body], stdout=subprocess.PIPE, text=True, start_new_session=True, **options
+        [sys.executable, "-c", command + body], stdout=subprocess.PIPE, text=True, start_new_session=True, **options
     )  # type: ignore[call-overload]
 
 
@@ -137,6 +145,32 @@ def test_the_child_dies_with_the_process_that_supervises_it() -> None:
     process.stdout.readline()
     process.kill()
     assert ended(process) == ([], -signal.SIGKILL)  # its output ends only when the child, which shares it, has ended
+
+
+@pytest.mark.parametrize(
+    ("death", "how"),
+    [("os._exit(1)", "exit code 1"), ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL")],  # Ray without its head: 1
+)
+def test_the_death_of_a_command_that_its_user_starts_again_has_the_code_of_a_restart(death: str, how: str) -> None:
+    process = started(death, command=REPORTED, stderr=subprocess.PIPE)
+    output, errors = process.communicate(timeout=60)
+    assert (output, process.returncode) == ("start\n", RESTART_MENDS)
+    assert f"was ended by {how}, and has not ended itself" in errors
+    assert "start the cluster again, and then this command (exit code 75)" in errors
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, RESTART_MENDS])
+def test_an_end_on_purpose_keeps_its_code_and_is_not_reported(code: int) -> None:
+    process = started(f"ends_on_purpose(); sys.exit({code})", command=REPORTED, stderr=subprocess.PIPE)
+    assert (*process.communicate(timeout=60), process.returncode) == ("start\n", "", code)
+
+
+def test_a_reported_child_that_a_signal_asked_to_end_is_not_mended() -> None:
+    process = started("print('ready', flush=True)\ntime.sleep(60)", command=REPORTED)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["start\n", "ready\n"]
+    os.killpg(process.pid, signal.SIGTERM)
+    assert ended(process) == ([], 128 + signal.SIGTERM)
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,12 @@ from asyncrl.cli.options import choice
 from asyncrl.cli.start import join_admitted, reported_run, shown_run
 from asyncrl.common.version import Lineage, Version
 from asyncrl.config.load import shared_config
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, RunSection
+from asyncrl.data_plane import calls
 from asyncrl.deployment import cluster, shared_actors
 from asyncrl.deployment.resuming import no_checkpoint, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.errors import CheckpointDamaged, LearnerNotRestored, RunError, RunLocked
+from asyncrl.errors import CheckpointDamaged, ClusterUnreachable, LearnerNotRestored, RunError, RunLocked
 
 
 def config_in(path: Path) -> Config:
@@ -113,6 +114,49 @@ def test_a_directory_is_not_moved_aside_while_its_run_lives(
         return
     with RunDir.create(config, choose=choose) as again:
         assert (again.resumed is None) == (again.previous is not None) == (ended == "finished")
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_only_a_command_that_was_started_again_waits_for_the_head_of_its_cluster(
+    begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def join(address: str, **_: object) -> None:
+        asked.append(address)
+        if len(asked) < 3:
+            raise ClusterUnreachable("no Ray cluster answers")
+
+    async def admitted(*_: object, **__: object) -> None:
+        pass
+
+    monkeypatch.setattr(restarts, "begun_before", lambda: begun)
+    monkeypatch.setattr(cluster, "join", join)
+    monkeypatch.setattr(calls.time, "sleep", lambda _: None)
+    monkeypatch.setattr(shared_actors, "check_admission", admitted)
+    if begun:
+        assert join_admitted("h:1", config_in(tmp_path), choose=unfinished_run) is unfinished_run
+        assert asked == ["h:1"] * 3
+        return
+    with pytest.raises(RunError, match="no Ray cluster answers") as refused:
+        join_admitted("h:1", config_in(tmp_path), choose=unfinished_run)
+    assert not refused.value.restart_mends
+    assert asked == ["h:1"]
+
+
+def test_a_head_that_does_not_come_back_is_an_error_that_a_restart_may_mend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object, **__: object) -> None:
+        raise ClusterUnreachable("no Ray cluster answers")
+
+    monkeypatch.setattr(restarts, "begun_before", lambda: True)
+    monkeypatch.setattr(cluster, "join", gone)
+    monkeypatch.setattr(calls.time, "sleep", lambda _: None)
+    config = config_in(tmp_path).model_copy(update={"run": RunSection(dir=tmp_path, stall_timeout_s=1e-9)})
+    with pytest.raises(ClusterUnreachable) as refused:
+        join_admitted("h:1", config, choose=unfinished_run)
+    assert refused.value.restart_mends
 
 
 def test_a_restart_means_at_and_fresh_again_until_the_run_has_begun(

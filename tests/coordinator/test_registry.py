@@ -1,5 +1,7 @@
 """The members of a run: which deployments are admitted, and which are removed."""
 
+import re
+
 import msgspec
 import pytest
 
@@ -30,6 +32,43 @@ def test_a_deployment_with_another_config_is_refused_by_the_key_that_differs() -
     with pytest.raises(RunMismatch, match=r"staleness.max_versions = 4.*started with 2"):
         members.check(deployment("g", Role.GENERATOR), shared={"staleness.max_versions": 4, "run.seed": 0})
     assert members.live() == []
+
+
+VERSIONS = {"asyncrl": "0.2.0", "torch": "2.9.1+cpu", "transformers": "4.57.1", "vllm": "0.12.0"}
+
+
+@pytest.mark.fault("F32")
+@pytest.mark.parametrize(
+    ("package", "version"),
+    [("asyncrl", "0.3.0"), ("torch", "2.10.0+cpu"), ("transformers", "5.0.0"), ("vllm", "0.13.0.dev3+g1a2b")],
+)
+def test_a_deployment_with_another_version_is_refused_with_both_versions_and_both_hosts(
+    package: str, version: str
+) -> None:
+    members, shared = registry(Clock()), {"staleness.max_versions": 2, "run.seed": 0}
+    learner = msgspec.structs.replace(deployment("l", Role.LEARNER), versions=VERSIONS)
+    members.check(learner, shared=shared)
+    members.attach(learner)
+    joins = msgspec.structs.replace(
+        deployment("g", Role.GENERATOR), host="node-2", versions=VERSIONS | {package: version}
+    )
+    named = f"node-2 has {package} {version}, but the run was started on node-1 with {package} {VERSIONS[package]}"
+    with pytest.raises(RunMismatch, match=re.escape(named)):
+        members.check(joins, shared=shared | {"run.seed": 1})  # another version may have other keys
+    assert members.live() == [learner]
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [
+        VERSIONS | {"torch": "2.9.0+cu128", "vllm": "0.12.3"},  # the CUDA build, and patch releases
+        {name: version for name, version in VERSIONS.items() if name != "vllm"},  # a learner needs no vLLM
+    ],
+)
+def test_patch_releases_and_packages_that_only_one_node_has_are_admitted(versions: dict[str, str]) -> None:
+    members, shared = registry(Clock()), {"staleness.max_versions": 2, "run.seed": 0}
+    members.attach(msgspec.structs.replace(deployment("g1", Role.GENERATOR), versions=VERSIONS))
+    members.check(msgspec.structs.replace(deployment("g2", Role.GENERATOR), versions=versions), shared=shared)
 
 
 def test_who_only_asks_whether_it_may_attach_is_no_member() -> None:

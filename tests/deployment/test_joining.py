@@ -17,7 +17,7 @@ from ray.exceptions import RaySystemError
 
 from asyncrl.deployment import cluster
 from asyncrl.deployment.local_clusters import LocalCluster, check_no_head, own_clusters, started_for
-from asyncrl.errors import RunError
+from asyncrl.errors import CallTimeout, ClusterUnreachable, RunError
 
 
 @dataclass
@@ -70,8 +70,11 @@ def port() -> Iterator[int]:
 
 def test_where_nobody_listens_ray_is_not_even_asked(asked: list[str], port: int) -> None:
     for address in ("127.0.0.1:1", "[::1]:1", "localhost:1", "127.0.0.1:99999"):
-        with pytest.raises(RunError, match=r"no Ray cluster answers at ray\.address.*asyncrl head"):
+        with pytest.raises(
+            ClusterUnreachable, match=r"no Ray cluster answers at ray\.address.*asyncrl head"
+        ) as refused:
             cluster.join(address, namespace="run")
+        assert refused.value.restart_mends, "a head that was lost comes back"
     assert asked == []
 
 
@@ -274,7 +277,7 @@ async def test_a_ray_that_does_not_list_its_nodes_is_a_failure_that_its_caller_k
     ended = threading.Event()
     its_ray.nodes = lambda: ended.wait(60)
     try:
-        with pytest.raises(TimeoutError):
+        with pytest.raises(CallTimeout, match=r"Ray's head did not list its nodes within 0\.01 s; see whether"):
             await cluster.ray_nodes(timeout_s=0.01)
     finally:
         ended.set()

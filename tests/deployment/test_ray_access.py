@@ -42,11 +42,27 @@ def test_the_second_run_keeps_the_firsts_token(home: Path) -> None:
     assert (home / ".ray" / "auth_token").read_text() == token
 
 
-def test_a_token_that_others_may_read_is_named(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o660, 0o602])
+def test_a_token_that_others_may_read_or_change_is_refused(home: Path, mode: int) -> None:
+    local_clusters.require_token()
+    token = home / ".ray" / "auth_token"
+    token.chmod(mode)
+    with pytest.raises(RunError, match=rf"has mode {mode:04o}.*`chmod 600 {token}`"):
+        local_clusters.require_token()
+    with pytest.raises(RunError, match="chmod 600"):
+        cluster.join("127.0.0.1:1", namespace="run")
+    token.chmod(0o400)
+    local_clusters.require_token()
+
+
+def test_a_token_file_that_ray_does_not_use_may_have_any_mode(home: Path, set_variable: SetVariable) -> None:
     local_clusters.require_token()
     (home / ".ray" / "auth_token").chmod(0o644)
+    set_variable("RAY_AUTH_TOKEN", "theirs")
     local_clusters.require_token()
-    assert f"chmod 600 {home / '.ray' / 'auth_token'}" in caplog.text
+    set_variable("RAY_AUTH_TOKEN", "")
+    set_variable("RAY_AUTH_MODE", "disabled")
+    local_clusters.check_token_file()
 
 
 def test_a_token_in_the_environment_is_taken_as_it_is(home: Path, set_variable: SetVariable) -> None:
@@ -55,9 +71,7 @@ def test_a_token_in_the_environment_is_taken_as_it_is(home: Path, set_variable: 
     assert list(home.iterdir()) == []
 
 
-def test_a_file_that_the_environment_names_is_taken_and_looked_at(
-    home: Path, set_variable: SetVariable, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_the_environment_names_is_taken_and_looked_at(home: Path, set_variable: SetVariable) -> None:
     token = home / "token"
     set_variable("RAY_AUTH_TOKEN_PATH", str(token))
     with pytest.raises(RunError, match=r"RAY_AUTH_TOKEN_PATH = .*no such file"):
@@ -65,10 +79,9 @@ def test_a_file_that_the_environment_names_is_taken_and_looked_at(
     token.write_text("theirs")
     token.chmod(0o600)
     local_clusters.require_token()
-    assert caplog.text == ""
     token.chmod(0o666)
-    local_clusters.require_token()
-    assert f"chmod 600 {token}" in caplog.text
+    with pytest.raises(RunError, match=f"chmod 600 {token}"):
+        local_clusters.require_token()
     assert [path.name for path in home.iterdir()] == ["token"]
 
 

