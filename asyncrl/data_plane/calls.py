@@ -1,7 +1,7 @@
 """Starts Ray actors and calls, and waits for calls, always with a deadline. Cancelling a wait cancels the call.
 
-A late call is repeated by `patiently`, or by `patiently_in_thread` in a thread that may block. Also describes the
-resources of a cluster in which Ray cannot place an actor.
+A late call is repeated by `patiently`, or by `patiently_in_thread` in a thread that may block. Also chooses the nodes
+for the run's shared actors, and describes the resources of a cluster in which Ray cannot place an actor.
 """
 
 import asyncio
@@ -10,13 +10,17 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import ray
+from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from asyncrl.data_plane.late_calls import why_late
 from asyncrl.errors import ActorGone, ActorUnreachable, AsyncRLError, CallTimeout, RunError
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config  # the processes that store rows need no pydantic
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +30,8 @@ Answer = TypeVar("Answer")
 PAUSE_S = 0.2
 """Longest pause before the first repetition of a late call, seconds. It doubles with each further repetition."""
 LONGEST_PAUSE_S = 5.0
+NODE_ID_LABEL = "ray.io/node-id"
+"""Label that Ray gives to each node. Its value is the id of the node."""
 
 
 def require_ray(doing: str) -> None:
@@ -60,6 +66,45 @@ def detached(body: type, *arguments: Any, name: str, namespace: str, **options: 
     the process that started it."""
     settings = {"name": name, "namespace": namespace, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0}
     return ray.remote(body).options(**settings, **options).remote(*arguments)
+
+
+def control_placement(config: "Config", *, here: bool = False) -> dict[str, Any]:
+    """Returns Ray's options for the placement of a shared actor: the coordinator, the weight store, the row index.
+
+    The run ends with these actors. So they must not be on a generator's node, which may leave while the learner trains.
+    Ray takes the first of these nodes that lives when the actor is created:
+
+    1. with `here`, the node of this process, if it has `learner.node_labels`. A learner sets `here`: it ends with its
+       node in any case;
+    2. a node with `learner.node_labels`, if there are any labels;
+    3. the head. Without it, no process of the run can go on.
+
+    Raises RunError if there is no such node, because Ray's head was started again and has not registered yet.
+    """
+    labels, places = config.learner.node_labels, list[dict[str, str]]()
+    if here:
+        places.append({NODE_ID_LABEL: ray.get_runtime_context().get_node_id(), **labels})
+    if labels:
+        places.append(labels)
+    if (head := head_node()) is not None:
+        places.append({NODE_ID_LABEL: head})
+    if not places:
+        raise RunError(
+            "Ray lists no head among its nodes, so there is no node for the run's buffer; start again when `ray "
+            "status` lists the head, or set learner.node_labels"
+        )
+    return {
+        "label_selector": places[0],
+        "fallback_strategy": [{"label_selector": place} for place in places[1:]] or None,
+    }
+
+
+def head_node() -> str | None:
+    """Returns the id of the head of the joined cluster; None while a head that was started again has not registered."""
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return next(
+        (node["NodeID"] for node in nodes if node["Alive"] and HEAD_NODE_RESOURCE_NAME in node["Resources"]), None
+    )
 
 
 def reason_of_death(error: RayActorError) -> str:
@@ -190,8 +235,17 @@ def has_process(handle: Any) -> bool:
     placed the actor. The table of actors has the address of the process as soon as Ray has room for it (seen with Ray
     2.60). Ray's public form of the table, `ray.util.state`, needs its dashboard, which a run does not start.
     """
-    found = ray._private.state.actors(handle._actor_id.hex())
-    return bool(found.get("Pid"))
+    return bool(_table_entry(handle).get("Pid"))
+
+
+def node_of(handle: Any) -> str:
+    """Returns the id of the node on which Ray has placed an actor, as `has_process` describes."""
+    return str(_table_entry(handle)["Address"]["NodeID"])
+
+
+def _table_entry(handle: Any) -> dict[str, Any]:
+    found: dict[str, Any] = ray._private.state.actors(handle._actor_id.hex())
+    return found
 
 
 def room(resources: Iterable[str], *, node_labels: Mapping[str, str], section: str) -> str:

@@ -100,11 +100,13 @@ class PartitionActor:
 
 
 class Index:
-    """A process's access to the index of the data plane. Each call has the deadline `timeout_s`, plus its `wait_s`."""
+    """A process's access to the index of the data plane. Each call has the deadline `timeout_s`, plus its `wait_s`.
 
-    def __init__(self, *, namespace: str, timeout_s: float) -> None:
+    The first one of a run starts the actor. `placement` has Ray's options for its node (`control_placement`)."""
+
+    def __init__(self, *, namespace: str, timeout_s: float, placement: Mapping[str, Any] = {}) -> None:
         self._timeout_s = timeout_s
-        self._actor = detached(PartitionActor, namespace, name=PARTITIONS, namespace=namespace)
+        self._actor = detached(PartitionActor, namespace, name=PARTITIONS, namespace=namespace, **placement)
 
     def call(self, method: Callable[Concatenate[Partitions, P], R], *arguments: P.args, **options: P.kwargs) -> R:
         """Calls a method of the run's `Partitions`, such as `Partitions.locate`. Raises its errors unchanged."""

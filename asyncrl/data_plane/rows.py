@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from asyncrl.config.schema import Config
-from asyncrl.data_plane.calls import patiently, patiently_in_thread, require_ray
+from asyncrl.data_plane.calls import control_placement, patiently, patiently_in_thread, require_ray
+from asyncrl.data_plane.row_store import Index
 from asyncrl.data_plane.sample_ids import group_of, samples_of
 
 if TYPE_CHECKING:
@@ -33,21 +34,26 @@ much, because each put takes several calls."""
 PADDING = 1.1
 
 
-def open_client(config: Config) -> DataPlaneClient:
-    """Opens a client for the run. Each of its calls to another process ends within `buffer.call_timeout_s`. Raises
+def open_client(config: Config, *, here: bool = False) -> DataPlaneClient:
+    """Opens a client for the run. Each of its calls to another process ends within `buffer.call_timeout_s`. The first
+    client starts the run's index: with `here` preferably on the node of this process (`control_placement`). Raises
     RunError if Ray is not initialized."""
     require_ray("open the data plane")
     namespace, timeout_s = config.run.name, config.buffer.call_timeout_s
+    placement = control_placement(config, here=here)
     match config.data_plane.backend:
         case "object_store":
             from asyncrl.data_plane.object_store import ObjectStoreClient
 
-            return ObjectStoreClient(namespace=namespace, timeout_s=timeout_s)
+            index = Index(namespace=namespace, timeout_s=timeout_s, placement=placement)
+            return ObjectStoreClient(namespace=namespace, timeout_s=timeout_s, index=index)
         case "transfer_queue":
             from asyncrl.data_plane.transfer_queue import TransferQueueClient
 
             units = config.data_plane.transfer_queue_storage_units
-            return TransferQueueClient(namespace=namespace, timeout_s=timeout_s, storage_units=units)
+            return TransferQueueClient(
+                namespace=namespace, timeout_s=timeout_s, storage_units=units, placement=placement
+            )
 
 
 class Rows:

@@ -40,16 +40,23 @@ class TransferQueueClient(PartitionedClient):
     """A process's access to the rows of the run `namespace`. Every call has the deadline `timeout_s`.
 
     It attaches to the cluster's TransferQueue, or starts one with `storage_units` within `start_timeout_s`. Raises
-    ConfigError without the package, and PlacementError when there is no room for it.
+    ConfigError without the package, and PlacementError when there is no room for it. `placement` is for the run's index
+    (`Index`).
     """
 
     def __init__(
-        self, *, namespace: str, timeout_s: float, storage_units: int = 2, start_timeout_s: float = 60.0
+        self,
+        *,
+        namespace: str,
+        timeout_s: float,
+        storage_units: int = 2,
+        start_timeout_s: float = 60.0,
+        placement: Mapping[str, Any] = {},
     ) -> None:
         self._package = _package()
         self._timeout_s = timeout_s
         self._started_it = _start(self._package, storage_units=storage_units, timeout_s=start_timeout_s)
-        super().__init__(Index(namespace=namespace, timeout_s=timeout_s))
+        super().__init__(Index(namespace=namespace, timeout_s=timeout_s, placement=placement))
 
     def close(self) -> None:
         """Ends TransferQueue if this client started it. In an attached process it does not call TransferQueue's

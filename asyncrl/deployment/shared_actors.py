@@ -1,6 +1,7 @@
 """The run's detached actors, which all of its deployments share: how a deployment enters the run and leaves it.
 
-The first deployment of a run creates the coordinator and the weight store. The last deployment that leaves ends them.
+The first deployment of a run creates the coordinator and the weight store, on the learner's node or on Ray's head
+(`control_placement`). The last deployment that leaves ends them.
 """
 
 import asyncio
@@ -12,7 +13,6 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import OVER, Attachment, Deployment, Registry
 from asyncrl.coordinator.status import Restored
 from asyncrl.data.prompts import Task, prompt_data
-from asyncrl.data_plane.calls import detached, named_actor
+from asyncrl.data_plane.calls import control_placement, detached, head_node, named_actor, node_of
 from asyncrl.data_plane.interfaces import DataPlaneClient
 from asyncrl.data_plane.row_store import PARTITIONS, STORE_PREFIX
 from asyncrl.data_plane.rows import TRAIN_PARTITION, open_client
@@ -122,10 +122,12 @@ async def enter_run(
     """
     source = f"{_source(config)} on {deployment.host}"
     prompts = await asyncio.to_thread(prompt_data, tasks, source=source)
-    shared = partial(detached, namespace=config.run.name, max_concurrency=ACTOR_CONCURRENCY)
-    handle = shared(CoordinatorActor, config, ray.put(list(tasks)), name=COORDINATOR)
-    weights_handle = shared(WeightStore, name=WEIGHTS)
+    placement = await asyncio.to_thread(control_placement, config, here=deployment.role is Role.LEARNER)
+    options = {"namespace": config.run.name, "max_concurrency": ACTOR_CONCURRENCY, **placement}
+    handle = detached(CoordinatorActor, config, ray.put(list(tasks)), name=COORDINATOR, **options)
+    weights_handle = detached(WeightStore, name=WEIGHTS, **options)
     coordinator = await _coordinator(handle, config)
+    await asyncio.to_thread(_log_node, handle)
     await coordinator.call(Coordinator.start)
     try:
         lineage = await coordinator.call(
@@ -140,6 +142,15 @@ async def enter_run(
         weights_handle, timeout_s=config.buffer.call_timeout_s, patience_s=config.run.stall_timeout_s
     )
     return RunHandles(deployment=deployment, lineage=lineage, coordinator=coordinator, weights=weights)
+
+
+def _log_node(coordinator: Any) -> None:
+    """Logs on which of several nodes the coordinator is, because the run ends with this node."""
+    nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
+    if len(nodes) > 1 and (place := node_of(coordinator)) in nodes:
+        name = f"{nodes[place]['NodeManagerHostname']} ({nodes[place]['NodeManagerAddress']})"
+        head = ", Ray's head" if place == head_node() else ""
+        logger.info("the run's buffer is on the node %s%s; the run ends with it", name, head)
 
 
 def _source(config: Config) -> str:
@@ -162,7 +173,7 @@ async def open_data_plane(config: Config, *, deployment: Deployment, restores: b
     its checkpoint. The generators end, as when the buffer dies. Raises the errors of `Coordinator.check_attach` if the
     run would refuse the learner.
     """
-    client = await asyncio.to_thread(open_client, config)
+    client = await asyncio.to_thread(open_client, config, here=True)
     if not restores or await _has_partition(config, deployment, client):
         return client
     logger.warning(
@@ -171,7 +182,7 @@ async def open_data_plane(config: Config, *, deployment: Deployment, restores: b
     )
     client.close()
     await _gone(end_actors(config.run.name), namespace=config.run.name)
-    return await asyncio.to_thread(open_client, config)
+    return await asyncio.to_thread(open_client, config, here=True)
 
 
 @dataclass(frozen=True, kw_only=True)

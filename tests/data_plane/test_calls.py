@@ -1,13 +1,16 @@
 """A wait for calls returns results in order, raises typed errors, the first one at once, and ends at a deadline."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError
 
+from asyncrl.config.schema import Config
 from asyncrl.data_plane import calls
-from asyncrl.errors import ActorGone, CallTimeout
+from asyncrl.errors import ActorGone, CallTimeout, RunError
 
 
 class Ray:
@@ -17,6 +20,13 @@ class Ray:
         self.done: list[str] = []
         self.cancelled: list[str] = []
         self.no_actor: Exception | None = None
+        self.known_nodes: list[dict[str, Any]] = []
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return self.known_nodes
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_node_id=lambda: "own")
 
     def get_actor(self, name: str, *, namespace: str) -> None:
         if self.no_actor is not None:
@@ -165,3 +175,40 @@ def test_an_actor_that_cannot_be_reached_for_a_while_is_late_and_not_gone() -> N
 def test_an_actor_that_has_ended_has_no_handle_also_if_ray_still_lists_it(error: Exception, ray: Ray) -> None:
     ray.no_actor = error
     assert calls.named_actor("buffer", namespace="run") is None
+
+
+LABELS = {"pool": "in(a,b)"}
+OWN, HEAD = {calls.NODE_ID_LABEL: "own"}, {calls.NODE_ID_LABEL: "head"}
+
+
+@pytest.mark.fault("F42")
+@pytest.mark.parametrize(
+    ("labels", "here", "places"),
+    [
+        ({}, False, [HEAD]),
+        ({}, True, [OWN, HEAD]),
+        (LABELS, False, [LABELS, HEAD]),
+        (LABELS, True, [OWN | LABELS, LABELS, HEAD]),
+        ({calls.NODE_ID_LABEL: "a"}, True, [{calls.NODE_ID_LABEL: "a"}, {calls.NODE_ID_LABEL: "a"}, HEAD]),
+    ],
+)
+def test_shared_actors_belong_to_a_node_of_the_learner_or_to_the_head(
+    labels: dict[str, str], here: bool, places: list[dict[str, str]], ray: Ray
+) -> None:
+    """A node of `generator.node_labels` is never named."""
+    ray.known_nodes = [
+        {"NodeID": "another", "Alive": True, "Resources": {"CPU": 1.0}},
+        {"NodeID": "dead head", "Alive": False, "Resources": {HEAD_NODE_RESOURCE_NAME: 1.0}},
+        {"NodeID": "head", "Alive": True, "Resources": {HEAD_NODE_RESOURCE_NAME: 1.0}},
+    ]
+    sections = {"learner": {"node_labels": labels}, "generator": {"node_labels": {"pool": "generator"}}}
+    placement = calls.control_placement(Config.model_validate(sections), here=here)
+    fallbacks = placement["fallback_strategy"] or []
+    assert [placement["label_selector"], *(each["label_selector"] for each in fallbacks)] == places
+
+
+def test_without_a_head_and_labels_no_node_is_chosen(ray: Ray) -> None:
+    """Ray might otherwise choose a generator's node."""
+    ray.known_nodes = [{"NodeID": "another", "Alive": True, "Resources": {"CPU": 1.0}}]
+    with pytest.raises(RunError, match="Ray lists no head"):
+        calls.control_placement(Config())

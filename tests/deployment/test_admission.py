@@ -1,6 +1,7 @@
 """A deployment that the run refuses gets the error before anything is started for it."""
 
 import itertools
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -8,10 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 from typer.testing import CliRunner
 
 from asyncrl.cli import start
 from asyncrl.cli.main import app
+from asyncrl.common.names import COORDINATOR, WEIGHTS
 from asyncrl.common.roles import Role
 from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
@@ -21,6 +24,7 @@ from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.coordinator.registry import Deployment, Registry
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane import calls
+from asyncrl.data_plane.calls import control_placement
 from asyncrl.data_plane.rows import TRAIN_PARTITION
 from asyncrl.deployment import cluster, pool, shared_actors
 from asyncrl.errors import ActorGone, RunLocked, RunMismatch
@@ -163,7 +167,8 @@ async def test_a_learner_that_restores_ends_a_buffer_whose_index_has_died(
     # Another deployment starts a new buffer before the weight store has ended.
     ids = {"buffer": iter([1, 9, 9]), "weights": iter([2, 2, None])}
 
-    def open_client(_: Config) -> Rows:
+    def open_client(_: Config, *, here: bool) -> Rows:
+        assert here, "a learner opens it, so the index belongs on its node"
         opened.append(Rows(lives))
         return opened[-1]
 
@@ -190,11 +195,17 @@ async def test_a_learner_that_restores_ends_a_buffer_whose_index_has_died(
 
 
 class AttachedCluster:
-    """A fake cluster with the registry of a run. The answer to an attach is lost after the registry has booked it."""
+    """A fake cluster with the registry of a run. The answer to an attach is lost after the registry has booked it.
+    `placements` has Ray's options of each actor by name."""
 
     def __init__(self, config: Config) -> None:
+        self.placements: dict[str, dict[str, Any]] = {}
         self.members = Registry(shared=shared_config(config), timeout_s=10.0, clock=lambda: 0.0)
         self.ended: list[str] = []
+
+    def options(self, *, name: str, **options: Any) -> "AttachedCluster":
+        self.placements[name] = options
+        return self
 
     def remote(self, *_: object) -> Any:
         return SimpleNamespace(
@@ -215,10 +226,19 @@ class AttachedCluster:
 
 
 @pytest.fixture
-def there(monkeypatch: pytest.MonkeyPatch) -> AttachedCluster:
+def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces Ray's list of nodes by one node, the head, on which this process is."""
+    head = {"NodeID": "head", "Alive": True, "Resources": {HEAD_NODE_RESOURCE_NAME: 1.0}}
+    here = SimpleNamespace(get_node_id=lambda: "head")
+    monkeypatch.setattr(shared_actors.ray, "nodes", lambda: [head])
+    monkeypatch.setattr(shared_actors.ray, "get_runtime_context", lambda: here)
+
+
+@pytest.fixture
+def there(one_node: None, monkeypatch: pytest.MonkeyPatch) -> AttachedCluster:
     fake = AttachedCluster(Config())
     monkeypatch.setattr(shared_actors.ray, "put", lambda tasks: tasks)
-    monkeypatch.setattr(shared_actors.ray, "remote", lambda _: SimpleNamespace(options=lambda **_: fake))
+    monkeypatch.setattr(shared_actors.ray, "remote", lambda _: fake)
     monkeypatch.setattr(shared_actors, "end_actors", fake.ended.append)
     return fake
 
@@ -240,9 +260,35 @@ async def test_a_learner_that_gets_no_answer_to_its_attach_does_not_keep_the_nex
 
 
 @pytest.mark.asyncio
+@pytest.mark.fault("F42")
+@pytest.mark.parametrize("role", Role)
+async def test_the_first_deployment_starts_the_shared_actors_away_from_the_generators(
+    role: Role, there: AttachedCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config.model_validate({"learner": {"node_labels": {"pool": "learner"}}})
+    nodes = [
+        {
+            "NodeID": name, "Alive": True, "Resources": {HEAD_NODE_RESOURCE_NAME: 1.0} if name == "head" else {},
+            "NodeManagerHostname": f"host-{name}", "NodeManagerAddress": "10.0.0.7",
+        }
+        for name in ("own", "head")
+    ]  # fmt: skip
+    monkeypatch.setattr(shared_actors.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(shared_actors.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "own"))
+    monkeypatch.setattr(shared_actors, "node_of", lambda _: "head")
+    with caplog.at_level(logging.INFO), pytest.raises(ActorGone, match="the answer is lost"):
+        await shared_actors.enter_run(config, deployment=shared_actors.new_deployment(role), tasks=[])
+    assert there.placements.keys() == {COORDINATOR, WEIGHTS}
+    expected = control_placement(config, here=role is Role.LEARNER)
+    for options in there.placements.values():
+        assert {key: options[key] for key in expected} == expected
+    assert "the run's buffer is on the node host-head (10.0.0.7), Ray's head; the run ends with it" in caplog.text
+
+
+@pytest.mark.asyncio
 @pytest.mark.fault("F32")
 async def test_the_second_deployment_of_a_run_is_refused_if_its_prompts_are_not_those_of_the_first(
-    monkeypatch: pytest.MonkeyPatch,
+    one_node: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first one creates the coordinator. Ray ignores the prompts that a later one passes to the constructor."""
     config = Config.model_validate({"data": {"dataset": "jsonl", "path": "rows.jsonl"}})

@@ -26,7 +26,11 @@ from asyncrl.views.headline import Bound
 pytestmark = pytest.mark.integration
 
 READY_S = 480
+STARTS = 3
+"""Number of attempts to start a Ray node."""
 SLOTS_OF_SECOND = 5
+CONTROL_ACTORS = ("CoordinatorActor", "WeightStore", "PartitionActor")
+"""Classes of the shared actors with which the run ends: the buffer, the weight store, the row index."""
 IMPORTS = {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 Engines = Callable[[], set[int]]
@@ -65,7 +69,26 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
 
 
 def started_node(nodes: dict[str, psutil.Popen], pool: str, *options: str, log: Path, says: str) -> str:
-    """Adds a Ray node for a pool and waits until its log matches. Returns the first group of the match."""
+    """Adds a Ray node for a pool and waits until its log matches. Returns the first group of the match.
+
+    A busy machine may take longer than Ray's limit of 30 s for the start of a node, which is then started again.
+    """
+    for left in reversed(range(STARTS)):
+        begin_node(nodes, pool, *options, log=log)
+        deadline_s = time.monotonic() + 360
+        while not (found := re.search(says, log.read_text())) and nodes[pool].poll() is None:
+            assert time.monotonic() < deadline_s, log.read_text()
+            time.sleep(0.2)  # polls another process
+        if found:
+            break
+        assert left, log.read_text()
+        assert "timed out during startup" in log.read_text(), log.read_text()
+    assert found
+    return found[1]
+
+
+def begin_node(nodes: dict[str, psutil.Popen], pool: str, *options: str, log: Path) -> None:
+    """Adds the process that starts a Ray node for a pool."""
     sizes = ["--num-cpus=2", f"--object-store-memory={2**29}", "--min-worker-port=0", "--max-worker-port=0"]
     with log.open("wb") as file:
         nodes[pool] = psutil.Popen(
@@ -77,12 +100,6 @@ def started_node(nodes: dict[str, psutil.Popen], pool: str, *options: str, log: 
             # Without the mode, Ray joins an address without its token. Its workers import modules of the tests.
             env=os.environ | IMPORTS | {"RAY_AUTH_MODE": "token"},
         )  # fmt: skip
-    deadline_s = time.monotonic() + 360
-    while not (found := re.search(says, log.read_text())):
-        assert nodes[pool].poll() is None, log.read_text()
-        assert time.monotonic() < deadline_s, log.read_text()
-        time.sleep(0.2)  # polls another process
-    return found[1]
 
 
 def pools_of(actor: str, head: Head) -> list[str]:
@@ -158,7 +175,7 @@ def resumed_at(run: Path) -> int | None:
     return resumed[-1]["step"] if resumed else None
 
 
-@pytest.mark.fault("F2", "F6")
+@pytest.mark.fault("F2", "F6", "F42")
 def test_a_generator_and_the_learner_are_killed_and_no_group_is_lost(
     run_command: Run, head: Head, ray_head: str, engines: Engines, status: Status, model_path: str, tmp_path: Path
 ) -> None:
@@ -174,6 +191,7 @@ def test_a_generator_and_the_learner_are_killed_and_no_group_is_lost(
     learner.wait_for(lambda: steps_of(tmp_path) >= 3, timeout_s=READY_S, what="steps")
     assert pools_of("RankActor", head) == ["learner"]
     assert pools_of("GeneratorActor", head) == ["generator"]
+    assert [pools_of(actor, head) for actor in CONTROL_ACTORS] == [["learner"]] * len(CONTROL_ACTORS)
     of_first = engines()
 
     # the second deployment stands for a smaller machine
