@@ -48,6 +48,7 @@ check: $(LIGHT) ## checks format, types, layers, generated pages and dashboards,
 	$(BIN)/python -m asyncrl.config.docs --check
 	$(BIN)/python -m asyncrl.metrics.docs --check
 	$(BIN)/python -m asyncrl.algorithms.docs --check
+	$(BIN)/python -m asyncrl.views.health_docs --check
 	$(BIN)/python dashboards/build.py --check
 	$(BIN)/python docs/faults.py --check
 	$(SITE)
@@ -81,6 +82,7 @@ docs: $(LIGHT) ## writes the generated pages and dashboards, and the site: open 
 	$(BIN)/python -m asyncrl.config.docs
 	$(BIN)/python -m asyncrl.metrics.docs
 	$(BIN)/python -m asyncrl.algorithms.docs
+	$(BIN)/python -m asyncrl.views.health_docs
 	$(BIN)/python dashboards/build.py
 	$(BIN)/python docs/faults.py
 	$(SITE)

@@ -202,7 +202,7 @@ def print_outcome(summary: "Summary | None", run_dir: Path, *, config: Config, a
     from asyncrl.views.outcome import best_line, lines_to_go_on, totals_lines, weights_lines
 
     say("\n".join(totals_lines(summary, total_steps=config.learner.total_steps)))
-    print_headline(run_dir)
+    print_notes(run_dir)
     say(f"report: {run_dir / 'report.html'}")
     if (weights := newest_weights(run_dir)) is not None:
         finished = summary.steps >= config.learner.total_steps or summary.stop_reason is not None
@@ -213,13 +213,13 @@ def print_outcome(summary: "Summary | None", run_dir: Path, *, config: Config, a
         say("\n".join([*weights_lines(weights, config=config), *([best_line(*best)] if best else []), *going_on]))
 
 
-def print_headline(run_dir: Path) -> None:
-    """Prints the report's headline if it is a warning."""
+def print_notes(run_dir: Path) -> None:
+    """Prints the health notes of the report. The first one is its headline."""
     from asyncrl.views.report import read_run
 
     try:
-        found = read_run(run_dir).headline
+        notes = read_run(run_dir).view.notes
     except (AsyncRLError, OSError):  # unreadable records must not turn a finished run into a failed one
         return
-    if found is not None and found.warns:
-        say(found.sentence, label="warning:", color="yellow")
+    for note in notes:
+        say(note.sentence, label="warning:", color="yellow")

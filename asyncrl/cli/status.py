@@ -20,7 +20,7 @@ from asyncrl.cli.options import (
     RunningAddress,
     RunningRun,
     named_address,
-    print_headline,
+    print_notes,
     running_address,
 )
 from asyncrl.cli.terminal import print_warnings, say, sigterm_exits
@@ -131,14 +131,15 @@ def status(
 
 
 def _say_records(directory: Path, state: str, *, json: bool) -> None:
-    """Prints the state of a run as its records have it: run.json with `json`, else `state` and the headline."""
+    """Prints the state of a run as its records have it: run.json with `json`, else `state` and the health
+    notes."""
     import msgspec.json
 
     if json:
         say(msgspec.json.encode(as_it_is(directory)).decode())
         return
     say(state)
-    print_headline(directory)
+    print_notes(directory)
 
 
 @onlooking()
@@ -155,7 +156,7 @@ def watch_run(run: Path, *, address: str | None, every_s: float, once: bool = Fa
     directory = existing_run(run)
     if (ended := ended_run(directory)) is not None:
         say(ended)
-        print_headline(directory)
+        print_notes(directory)
         return
     buffer = _WatchedBuffer(directory, address)
     try:

@@ -44,7 +44,7 @@ from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import StateClock
 from asyncrl.shown_text import redacted
-from asyncrl.views.run_view import usable_cores
+from asyncrl.views.setting import usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,9 @@ class LearnerDeployment:
         self._log = LearnerLog(config, run_dir)
         self._tracked = TrackedRecords(config, run_dir, before=self._log.before)
         self._targets = Targets(run=config.run.name, path=run_dir.targets_path, ray_nodes=cluster.nodes)
-        self._display = LearnerDisplay(config=config, screen=screen, log=self._log, cores=lambda: self._targets.cores)
+        self._display = LearnerDisplay(
+            config=config, screen=screen, log=self._log, metrics=self._metrics, cores=lambda: self._targets.cores
+        )
         self._training = new_training(
             config=config,
             run_dir=run_dir,

@@ -22,6 +22,8 @@ from asyncrl.learner.records import (
     read_lines,
 )
 from asyncrl.metrics.trackers import Going, Trackers
+from asyncrl.views.run_view import run_view
+from asyncrl.views.setting import setting_at
 
 SAMPLES_TRACKED_EVERY = 10
 """Steps between two tables of samples for trackers. Trackers keep every table, and samples/ has all samples anyway."""
@@ -32,6 +34,7 @@ class LearnerLog(RecordSink):
     """Keeps the records of a run in memory, with those from before it was resumed."""
 
     def __init__(self, config: Config, run_dir: RunDir) -> None:
+        self._path = run_dir.path
         self._staleness_limit = config.staleness.max_versions
         self._keep_best, self._best_eval = config.checkpoint.keep_best, config.checkpoint.best_eval
         self._restarts = len(run_dir.restarts)
@@ -64,6 +67,8 @@ class LearnerLog(RecordSink):
         """Returns the summary of the run; None if no step was trained."""
         if not any(record.trained for record in self.steps):
             return None
+        setting, failed = setting_at(self._path), totals.groups_failed
+        view = run_view(self.steps, recent=False, evals=self.evals, setting=setting, failures=failed)
         return build_summary(
             self.steps,
             self.evals,
@@ -71,6 +76,7 @@ class LearnerLog(RecordSink):
             staleness_limit=self._staleness_limit,
             restarts=self._restarts,
             lost=self._lost,
+            notes=view.notes,
         )
 
 

@@ -11,8 +11,10 @@ from asyncrl.common.roles import TRAINING
 from asyncrl.config.schema import Config
 from asyncrl.deployment.learner_log import LearnerLog
 from asyncrl.learner.records import RecordSink
+from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.views.live import LiveView
-from asyncrl.views.run_view import run_view, setting_of
+from asyncrl.views.run_view import run_view
+from asyncrl.views.setting import setting_of
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,8 @@ class StartLog:
 
 @dataclass(kw_only=True)
 class LearnerDisplay:
-    """`run` shows the records every `SHOW_EVERY_S` until it is cancelled.
+    """`run` shows the records every `SHOW_EVERY_S` until it is cancelled, on the screen and as health notes in the
+    `metrics`.
 
     `cores` returns the number of cores of the run's machines. `phase` returns the learner's current activity in a few
     words, `failures` the number of failed groups by reason. `hidden_tags` are tags that answers never have.
@@ -82,6 +85,7 @@ class LearnerDisplay:
     screen: Screen
     log: LearnerLog
     cores: Callable[[], int]
+    metrics: LearnerMetrics
     phase: Callable[[], str] = lambda: "starting the buffer"
     failures: Callable[[], Mapping[str, int]] = dict
     hidden_tags: tuple[str, ...] = ()
@@ -99,6 +103,7 @@ class LearnerDisplay:
             setting=setting_of(self.config, cores=self.cores(), hidden_tags=self.hidden_tags),
             failures=self.failures(),
         )
+        self.metrics.health(note.concern for note in run.notes)
         self.screen.show(LiveView(config=self.config, phase=self.phase(), elapsed_s=self.screen.elapsed_s, run=run))
 
     async def run(self) -> None:

@@ -24,6 +24,7 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 
 from asyncrl.buffer.records import FailureCount
+from asyncrl.common.concern import Concern
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.errors import FileRefused, RunError
@@ -378,6 +379,43 @@ class HeldoutEnds(msgspec.Struct, frozen=True, kw_only=True):
     failed: int = 0
 
 
+class Note(msgspec.Struct, frozen=True, kw_only=True):
+    """A health note: a fault of a run that its records show (`asyncrl.views.health`).
+
+    `number` is what was measured, `fact` says it in words, and `since_step` is the step since which it holds; None if
+    it does not belong to a step. `causes` are the likely causes, the first one most likely, with the setting to change.
+    `look` is the command that shows more. `consequences` are the facts of other faults that this one explains.
+    """
+
+    concern: Concern
+    number: float
+    fact: str
+    since_step: int | None = None
+    causes: tuple[str, ...] = ()
+    look: str
+    consequences: tuple[str, ...] = ()
+
+    @property
+    def since(self) -> str:
+        """The step since which the fact holds, as the end of a sentence; empty if it does not belong to a step."""
+        return "" if self.since_step is None else f", since step {self.since_step}"
+
+    @property
+    def sentence(self) -> str:
+        """All of the note as text.
+
+        >>> note = Note(concern=Concern.CUT, number=0.9, fact="90 % are cut", since_step=3, causes=("a", "b"), look="x")
+        >>> note.sentence
+        '90 % are cut, since step 3. Likely causes: (1) a; (2) b. Look: x'
+        """
+        numbered = [f"({number}) {cause}" for number, cause in enumerate(self.causes, start=1)]
+        causes = f"Likely causes: {'; '.join(numbered)}" if len(numbered) > 1 else "".join(self.causes)
+        parts = [f"{self.fact}{self.since}", causes[:1].upper() + causes[1:]]
+        if self.consequences:
+            parts.append(f"It explains: {'; '.join(self.consequences)}")
+        return ". ".join([*filter(None, parts), f"Look: {self.look}"])
+
+
 class Summary(RunTotals, frozen=True, kw_only=True):
     """A run in some thirty numbers: `summary.json`. All numbers cover trained steps only, not skipped steps.
 
@@ -394,6 +432,7 @@ class Summary(RunTotals, frozen=True, kw_only=True):
     steps with an effective sample size. `heldout_sets` has the results of the evaluations for each named held-out set
     (`eval.sets`). `witnessed_steps` is the number of steps of which the witness computed a group a second time, and
     `witness_failures` the number of steps, also of other ones, in which it found a larger difference than is accepted.
+    `notes` are the health notes at the end of the run.
     """
 
     steps: int
@@ -418,6 +457,7 @@ class Summary(RunTotals, frozen=True, kw_only=True):
     heldout_sets: dict[str, HeldoutEnds] = {}
     witnessed_steps: int = 0
     witness_failures: int = 0
+    notes: tuple[Note, ...] = ()
 
 
 # Reads the records of a run that may still write them: `run.json`, `config.yaml` and the JSON lines files.
@@ -610,9 +650,10 @@ def build_summary(
     staleness_limit: int,
     restarts: int = 0,
     lost: Sequence[StepRecord] = (),
+    notes: Sequence[Note] = (),
 ) -> Summary:
-    """Returns the summary of a run that was resumed `restarts` times and has `lost` the records of `LOST_STEPS`. Raises
-    RunError when no step was trained."""
+    """Returns the summary of a run that was resumed `restarts` times and has `lost` the records of `LOST_STEPS`.
+    `notes` are its health notes. Raises RunError when no step was trained."""
     steps = [record for record in records if record.trained]
     if not steps:
         raise RunError("there is no summary, because the run trained no step: look at its logs for the cause")
@@ -648,6 +689,7 @@ def build_summary(
         lost_steps=sum(record.trained for record in lost),
         witnessed_steps=sum("witness_s" in record.diagnostics for record in steps),
         witness_failures=sum((record.witness_ratio or 0.0) > 1 for record in steps),
+        notes=tuple(notes),
     )
 
 

@@ -9,16 +9,13 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import NonFiniteError, ParityError, WitnessFailed
 from asyncrl.learner.trained_prompts import TrainedPrompts
 from asyncrl.learner.witnessed_step import counts_of_step, rate_of_lease
+from asyncrl.metrics.numbers import LEAST_PUBLISHED_BITS
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.ranks.report import StepReport
 from asyncrl.weights.parity import POOLED_TOKENS, ParityJudge, ParityLimits
 from asyncrl.witness.judge import Finding, worst
 
 logger = logging.getLogger(__name__)
-
-LEAST_PUBLISHED_BITS = 0.001
-"""Share of the published elements that should have other bits after a step. In bfloat16, a rate of 1e-6 changes about
-1 % of them (PULSE, arXiv:2602.03839)."""
 
 
 class StepChecks:

@@ -22,6 +22,7 @@ from typing import ClassVar
 from asyncrl.buffer.fleet import Cause
 from asyncrl.buffer.ledger import OPEN_FATES, TOKEN_EVENTS, Event, Fate
 from asyncrl.buffer.records import CommitOutcome
+from asyncrl.common.concern import Concern
 from asyncrl.config.load import flat_config
 from asyncrl.config.schema import Config
 from asyncrl.environments.scoring_messages import RewardFailure
@@ -57,6 +58,9 @@ FINAL_FATES = tuple(fate.value for fate in Fate if fate not in OPEN_FATES)
 """The final fates of the ledger. The other fates are states in the buffer: see `asyncrl_buffer_groups`."""
 CAUSES = tuple(cause.value for cause in Cause)
 REPLICA_STATES = ("generating", "waiting", "without_weights", "silent", "quarantined", "restarting")
+
+NOTES = tuple(concern.value for concern in Concern if concern is not Concern.BOTTLENECK)
+"""The health notes of a run."""
 
 DEADLINES = tuple(key for key in flat_config(Config()) if key.endswith(("timeout_s", "grace_s")))
 """The config keys that limit a waiting time."""
@@ -518,6 +522,13 @@ class Learner:
         "Mean reward of a step's samples of one part of the mixture (data.mixture).",
         {"part": None},
         own_unit="reward",
+    )
+    learner_health_note = GaugeMetric(
+        LEARNER,
+        "asyncrl_learner_health_note",
+        "1 while the run has this health note (docs/health.md), else 0. A fault that another one explains has no note "
+        "of its own.",
+        {"note": NOTES},
     )
     learner_heldout_reward_mean = GaugeMetric(
         LEARNER,

@@ -565,6 +565,10 @@ NUMBERS: tuple[Number, ...] = (
     ),
 )
 
+LEAST_PUBLISHED_BITS = 0.001
+"""Share of the published elements that should have other bits after a step (`published_bits_ratio`). In bfloat16, a
+rate of 1e-6 changes about 1 % of them (PULSE, arXiv:2602.03839)."""
+
 TRACKERS = {
     number.name: number.tracker if "/" in number.tracker else f"{number.tracker}/{number.name}" for number in NUMBERS
 }

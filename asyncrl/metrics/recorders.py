@@ -8,7 +8,7 @@ tests/metrics/test_recorders.py checks this: it calls every method and looks for
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, product
 from threading import Lock
@@ -25,6 +25,7 @@ from asyncrl.buffer.fleet import Cause
 from asyncrl.buffer.ledger import OPEN_FATES, TOKEN_EVENTS, Account
 from asyncrl.buffer.records import Counts, GroupMeta
 from asyncrl.buffer.staleness import Limits
+from asyncrl.common.concern import Concern
 from asyncrl.config.load import flat_config
 from asyncrl.config.parts import environment_name
 from asyncrl.config.schema import Config
@@ -378,6 +379,12 @@ class LearnerMetrics(ProcessMetrics):
     def heldout(self, name: str, reward_mean: float) -> None:
         """Records the mean reward of an evaluation on the held-out set `name`."""
         self._instruments.set(catalogue.Learner.learner_heldout_reward_mean, reward_mean, set=name)
+
+    def health(self, notes: Iterable[Concern]) -> None:
+        """Records the health notes that the run has now."""
+        shown = set(notes)
+        for note in catalogue.NOTES:
+            self._instruments.set(catalogue.Learner.learner_health_note, float(note in shown), note=note)
 
     def checkpoint_saved(self, *, step: int, duration_s: float, unix_time_s: float) -> None:
         """Records a complete checkpoint of the weights after `step` steps."""

@@ -5,7 +5,9 @@
 - `compare.py` makes the page that compares several runs, with the same charts.
 - `samples.py` shows samples in a terminal.
 - `run_view.py` gathers the facts of a run from its records and its buffer's status, for the modules below.
-- `headline.py` chooses the first sentence of every view.
+- `health.py` has the rules of the health notes, `health_finds.py` what they find in the `evidence.py` of the
+  records, and `setting.py` the facts that do not change. `health_docs.py` writes docs/health.md.
+- `headline.py` chooses the first sentence of every view: the first note, or which side waits for the other.
 - `live.py` renders the live view; `watch.py` reads records and status from outside the run.
 - `status_text.py` renders the status as text and as JSON.
 

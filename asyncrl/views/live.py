@@ -19,10 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.buffer.staleness import limits_of
+from asyncrl.common.concern import Concern
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.metrics.state_colors import STATES
 from asyncrl.shown_text import shown
-from asyncrl.views.headline import Concern, Headline, headline
+from asyncrl.views.headline import Headline, headline
 from asyncrl.views.quantities import duration, number
 from asyncrl.views.run_view import RunView
 
@@ -50,8 +51,9 @@ class LiveView:
 def render(view: LiveView) -> RenderableType:
     """Returns the panel of the live view."""
     run, found = view.run, view.headline
+    others = [Text(f"{note.fact}{note.since}", style="yellow") for note in run.notes[1:]]
     title = Text.assemble((view.config.run.name, "bold"), "  ", (f"{view.phase}, {duration(view.elapsed_s)}", "dim"))
-    sentence = [] if found is None else [Text(found.sentence, style=_style(found))]
+    sentence = [] if found is None else [Text(found.sentence, style=_style(found)), *others]
     if run.step == 0:
         return Panel(Group(Text(f"{view.phase} …"), *sentence), title=title, title_align="left", border_style="dim")
     rows = Table.grid(padding=(0, 2))
@@ -240,7 +242,7 @@ class LiveDisplay:
         if self._live is not None:
             self._live.update(render(view))
             return
-        step, total_steps, found = view.run.step, view.config.learner.total_steps, view.headline
+        step, total_steps = view.run.step, view.config.learner.total_steps
         new_phase = view.phase != self._phase
         due = step // self._every_steps > self._printed_steps // self._every_steps
         if step not in (0, self._printed_steps) and (new_phase or due or step in (1, total_steps)):
@@ -249,9 +251,10 @@ class LiveDisplay:
         if new_phase:
             self._print(phase_line(view))
             self._phase = view.phase
-        if found is not None and found.warns and found.concern not in self._warned:
-            self._print(f"warning: {found.sentence}")
-            self._warned.add(found.concern)
+        for note in view.run.notes:
+            if note.concern not in self._warned:
+                self._print(f"warning: {note.sentence}")
+                self._warned.add(note.concern)
 
     def _print(self, line: str) -> None:
         # With soft_wrap, rich does not wrap the line: without a terminal, its width is only a guess.

@@ -9,7 +9,7 @@ from pathlib import Path
 from asyncrl.config.named_code import named_code
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.learner.records import EvalRecord, HeldoutEnds, Summary
-from asyncrl.views.headline import by_reason
+from asyncrl.views.health_finds import by_reason
 
 
 def totals_lines(summary: Summary, *, total_steps: int) -> Iterator[str]:

@@ -13,6 +13,7 @@ text.
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -40,11 +41,12 @@ from asyncrl.views.page_templates import TEMPLATES
 from asyncrl.views.report_panels import flow, learning, restart_marks
 from asyncrl.views.report_samples import shown_samples, some_samples
 from asyncrl.views.report_staleness import limit_to_draw, staleness
-from asyncrl.views.run_view import Setting, run_view, setting_at
+from asyncrl.views.run_view import RunView, run_view
 from asyncrl.views.samples import BANDS, SUBJECTS, facts
+from asyncrl.views.setting import Setting, setting_at
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunRecords:
     """The records of a run. `lost` has the records of steps that were lost when the run was resumed from an earlier
     checkpoint. `samples` has the samples of a few steps, by step, and `steps_with_samples` is the number of steps whose
@@ -62,11 +64,16 @@ class RunRecords:
     steps_with_samples: int
     failures: Sequence[FailureCount]
 
+    @cached_property
+    def view(self) -> RunView:
+        """The view of the whole run, with its health notes."""
+        failures = groups_by_reason(self.failures)
+        return run_view(self.steps, recent=False, evals=self.evals, setting=self.setting, failures=failures)
+
     @property
     def headline(self) -> Headline | None:
         """The headline of the whole run."""
-        failures = groups_by_reason(self.failures)
-        return headline(run_view(self.steps, recent=False, setting=self.setting, failures=failures))
+        return headline(self.view)
 
     @property
     def totals(self) -> Summary | None:
@@ -130,6 +137,7 @@ def report_html(run: RunRecords) -> str:
         run=run,
         summary=run.totals,
         headline=run.headline,
+        notes=run.view.notes,
         learning=learning(run.steps, run.evals, marks=marks) if run.steps else [],
         flow=flow(run.steps, marks=marks) if run.steps else [],
         staleness=staleness(run.steps, limit=drawn_limit, marks=marks) if run.steps else [],

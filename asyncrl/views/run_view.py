@@ -4,59 +4,31 @@
 result. Totals of the whole run, which the last lines of a run and `asyncrl compare` show, are in the run's summary.
 """
 
-import math
-import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import NamedTuple
 
-from asyncrl.algorithms.baselines import GROUP_BASELINES, Outcome, resolve_advantage
-from asyncrl.algorithms.presets import advantage_of
 from asyncrl.common.roles import Role, RunState
-from asyncrl.config.schema import Config
 from asyncrl.coordinator.registry import mean_states
 from asyncrl.coordinator.status import RunStatus
-from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.records import (
     EvalRecord,
+    Note,
     StepRecord,
     ess_of_steps,
     groups_by_reason,
-    known_data,
-    largest,
     mean,
-    read_config,
-    read_info,
     running_s,
     shares_of,
     state_shares,
 )
 from asyncrl.metrics.numbers import AGENT_NUMBERS
+from asyncrl.views.evidence import RECENT_STEPS, evidence_of
+from asyncrl.views.health import notes_of
+from asyncrl.views.setting import Setting
 
-RECENT_STEPS = 20
-"""The live view covers this many last steps. In all views, the share of groups with equal rewards covers them too."""
-NEAR_HIGHEST = 0.1
-"""A mean reward that is below the highest one by at most this share of the range of rewards counts as the highest."""
 REWARDS = 500
 """A view has at most this many rewards: the live view is made twice a second, also in a run with many steps."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """Facts about a run that do not change.
-
-    `total_steps` is `learner.total_steps`. `equal_rewards_teach` is whether the algorithm has a gradient when all
-    rewards of a group are equal. `room` is whether a core is free for another process. `hidden_tags` are tags that
-    answers never have. The defaults are for a run whose configuration is not known: a group baseline, on an unknown
-    machine.
-    """
-
-    total_steps: int | None = None
-    equal_rewards_teach: bool = False
-    room: bool | None = None
-    hidden_tags: tuple[str, ...] = ()
 
 
 class HeldoutReward(NamedTuple):
@@ -79,26 +51,22 @@ class RunView:
     """The facts of a run at one moment. None and empty values mean that a fact is not known.
 
     A view covers the last `RECENT_STEPS` steps (the live view) or all steps (`asyncrl status`, the report): the
-    `groups`, the parity and the shares of time are of the steps that it covers. The other facts are the same in both:
+    `groups` and the shares of time are of the steps that it covers. The other facts are the same in both:
 
     - Of the last `RECENT_STEPS` steps: the speeds, without the time in which the run was started again, and the time
       that is left (`eta_s`). Skipped steps count, because they take time too. `completion_tokens_mean`,
       `truncated_ratio` (answers that were cut at their length limit) and `zero_variance_ratio` (groups whose rewards
       are all equal) are also of these steps.
-    - Of the trained ones among these, of which there are `recent_trained_steps`: `equal_rewards_ratio`, which is None
-      when the algorithm has a gradient with equal rewards too; `recent_truncated_ratio`; `recent_ess_ratio` (effective
-      sample size); and `failed_samples_ratio`, the share of samples that are left out because their reward failed.
-      `at_highest_reward` is the highest reward that the run has seen, if their mean reward is about as high; else None.
     - Of the last step: `ess_ratio`, `episodes`, and `step`, the number of trained steps up to and with it.
       `oldest_token_versions` is the largest staleness of a token in the last trained step.
     - Of all steps: their numbers, their mean and lowest effective sample size, `rewards` (the mean rewards, oldest
-      first; of many steps, some of them) and `evals` (all held-out evaluations). `truncated_at_first` is the
-      `truncated_ratio` of the first step.
+      first; of many steps, some of them) and `evals` (all held-out evaluations).
+    - `notes` are the health notes, the most urgent first (`asyncrl.views.health`).
 
     `groups` maps fates to numbers of groups, `buffer_groups` the states of the buffer's slots. `failures` is the number
     of failed groups by reason. `replica_versions` maps each replica to the step of its weights. `learner_activity` is
     what the learner does at this moment, and `quiet_s` the time since the run's last progress. `learner_shares` and
-    `generator_shares` map states to shares of time, which add up to 1. `hidden_tags` and `room` are as in `Setting`.
+    `generator_shares` map states to shares of time, which add up to 1. `room` is as in `Setting`.
     """
 
     step: int = 0
@@ -110,27 +78,17 @@ class RunView:
 
     rewards: Sequence[float] = ()
     evals: Sequence[EvalRecord] = ()
-    at_highest_reward: float | None = None
     zero_variance_ratio: float | None = None
-    equal_rewards_ratio: float | None = None
-    recent_trained_steps: int = 1
-    failed_samples_ratio: float | None = None
     episodes: Episodes | None = None
 
     completion_tokens_mean: float | None = None
     truncated_ratio: float | None = None
-    recent_truncated_ratio: float | None = None
-    truncated_at_first: float | None = None
-    hidden_tags: tuple[str, ...] = ()
 
     oldest_token_versions: int | None = None
     ess_ratio: float | None = None
-    recent_ess_ratio: float | None = None
     ess_ratio_mean: float | None = None
     ess_ratio_lowest: float | None = None
-    parity_ratio: float | None = None
-    parity_nats: float | None = None
-    witness_ratio: float | None = None
+    notes: Sequence[Note] = ()
 
     groups: Mapping[str, float] = field(default_factory=dict)
     failures: Mapping[str, int] = field(default_factory=dict)
@@ -171,31 +129,26 @@ def run_view(
     time, because the buffer knows them also before the first step and after the last one.
     """
     known = setting or Setting()
-    view = RunView(evals=evals, failures=failures or {}, hidden_tags=known.hidden_tags, room=known.room)
+    view = RunView(evals=evals, failures=failures or {}, room=known.room)
     if steps:
-        view = _with_last_steps(view, steps, known)
+        view = _with_last_steps(view, steps, known.total_steps)
         view = _with_all_steps(view, steps)
         view = _with_covered_steps(view, steps, covered=steps[-RECENT_STEPS:] if recent else steps)
-    if status is None:
-        return view
-    view = _with_status(view, status)
-    if recent and steps:
-        return view
-    view = replace(view, groups={fate.value: amount.groups for fate, amount in status.account.fates.items()})
-    return view if recent else _with_shares_since_start(view, status)
+    if status is not None:
+        view = _with_status(view, status)
+        if not (recent and steps):
+            view = replace(view, groups={fate.value: amount.groups for fate, amount in status.account.fates.items()})
+        if not recent:
+            view = _with_shares_since_start(view, status)
+    seen = evidence_of(steps, evals, setting=known, groups=view.groups, failures=view.failures)
+    return replace(view, notes=notes_of(seen))
 
 
-def _with_last_steps(view: RunView, steps: Sequence[StepRecord], setting: Setting) -> RunView:
-    """Adds the facts of the last steps, which every view shows as the run's present state.
-
-    The share of groups with equal rewards changes during a run: a run that has learned its task ends with equal
-    rewards.
-    """
+def _with_last_steps(view: RunView, steps: Sequence[StepRecord], total_steps: int | None) -> RunView:
+    """Adds the facts of the last steps, which every view shows as the run's present state."""
     recent, last = steps[-RECENT_STEPS:], steps[-1]
-    trained = [record for record in recent if record.trained]
     span_s, done = running_s(recent), last.version_after - recent[0].version_after
-    left = None if setting.total_steps is None else setting.total_steps - last.version_after
-    equal = None if setting.equal_rewards_teach else mean([record.zero_variance_ratio for record in trained])
+    left = None if total_steps is None else total_steps - last.version_after
     return replace(
         view,
         step=last.version_after,
@@ -205,12 +158,6 @@ def _with_last_steps(view: RunView, steps: Sequence[StepRecord], setting: Settin
         zero_variance_ratio=mean([record.zero_variance_ratio for record in recent]),
         completion_tokens_mean=mean([record.completion_tokens_mean for record in recent]),
         truncated_ratio=mean([record.truncated_ratio for record in recent]),
-        recent_trained_steps=len(trained),
-        equal_rewards_ratio=equal,
-        at_highest_reward=_at_highest(steps, trained),
-        recent_truncated_ratio=mean([record.truncated_ratio for record in trained]),
-        recent_ess_ratio=mean([record.ess_ratio for record in trained]),
-        failed_samples_ratio=mean([record.diagnostics.get("failed_samples_ratio") for record in trained]),
         ess_ratio=last.ess_ratio,
         episodes=_episodes(last),
         buffer_groups=last.buffer_groups,
@@ -234,11 +181,9 @@ def _with_all_steps(view: RunView, steps: Sequence[StepRecord]) -> RunView:
         steps_trained=all_trained,
         steps_skipped=len(steps) - all_trained,
         rewards=[record.reward_mean for record in shown if record.reward_mean is not None],
-        truncated_at_first=steps[0].truncated_ratio,
         oldest_token_versions=None if last_trained is None else max(last_trained.token_staleness, default=0),
         ess_ratio_mean=ess_mean,
         ess_ratio_lowest=ess_lowest,
-        witness_ratio=largest([record.witness_ratio for record in steps]),
     )
 
 
@@ -248,8 +193,6 @@ def _with_covered_steps(view: RunView, steps: Sequence[StepRecord], *, covered: 
     return replace(
         view,
         groups={fate: number - before.get(fate, 0) for fate, number in covered[-1].ledger_groups.items()},
-        parity_ratio=largest([record.diagnostics.get("parity_ratio") for record in covered]),
-        parity_nats=largest([record.parity_nats for record in covered]),
         learner_shares=state_shares(covered, "learner_state_s") or None,
         generator_shares=state_shares(covered, "generator_state_s") or None,
     )
@@ -284,57 +227,3 @@ def _activity(status: RunStatus) -> str:
     if status.state is not RunState.RUNNING:
         return status.state.value
     return f"waits: {status.counts.lease_wait.value.replace('_', ' ')}" if status.counts.lease_wait else "trains"
-
-
-def _at_highest(steps: Sequence[StepRecord], last: Sequence[StepRecord]) -> float | None:
-    """Returns the highest reward of `steps` if the mean reward of the `last` of them is within `NEAR_HIGHEST` of it.
-    Returns None for a run in which all rewards were equal: then no reward is known to be lower than others."""
-    highest = largest([record.reward_max for record in steps])
-    lowest = min((record.reward_min for record in steps if record.reward_min is not None), default=math.nan)
-    now = mean([record.reward_mean for record in last])
-    if highest is None or now is None or not highest > lowest:
-        return None
-    return highest if highest - now <= NEAR_HIGHEST * (highest - lowest) else None
-
-
-def setting_of(config: Config, *, cores: int | None, hidden_tags: tuple[str, ...] = ()) -> Setting:
-    """Returns the setting for a configuration. `cores` is the number of cores of the run's machine; None if unknown."""
-    axes = resolve_advantage(advantage_of(config.algorithm))
-    compares = config.critic is None and isinstance(axes, Outcome) and axes.baseline in GROUP_BASELINES
-    return Setting(
-        total_steps=config.learner.total_steps,
-        equal_rewards_teach=not compares,
-        room=_room(config, cores=cores),
-        hidden_tags=hidden_tags,
-    )
-
-
-def setting_at(run_dir: Path) -> Setting:
-    """Returns the setting of the run that wrote `run_dir`, or the default when the directory cannot be read.
-
-    The number of cores is known only when the run started its own Ray on this host.
-    """
-    try:
-        config = read_config(run_dir)
-        info = read_info(run_dir)
-    except (ConfigError, RunError):
-        return Setting()
-    here = config.ray.address is None and info.host == socket.gethostname()
-    data = known_data(run_dir)
-    return setting_of(
-        config, cores=usable_cores() if here else None, hidden_tags=() if data is None else data.hidden_tags
-    )
-
-
-def usable_cores() -> int:
-    """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-def _room(config: Config, *, cores: int | None) -> bool | None:
-    """Returns whether a core is free for another rank or replica; None when `cores` is unknown or the run uses GPUs."""
-    if cores is None or config.learner.gpus or config.generator.gpus:
-        return None
-    processes = config.learner.ranks + config.generator.replicas * config.generator.tensor_parallel_size
-    processes += config.critic.ranks if config.critic is not None else 0
-    return cores > processes

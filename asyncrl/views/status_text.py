@@ -10,7 +10,8 @@ from asyncrl.config.schema import HELDOUT
 from asyncrl.coordinator.registry import ReplicaReport, ReplicaView
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.learner.records import heldout_ends, in_words, shares_of
-from asyncrl.views.headline import bottleneck_of, failed_share, headline
+from asyncrl.views.headline import bottleneck_of, further_notes, headline
+from asyncrl.views.health_finds import failed_share
 from asyncrl.views.run_view import RunView
 
 
@@ -42,6 +43,7 @@ def status_lines(status: RunStatus, run: RunView, *, now: datetime) -> list[str]
     lines += _agents(run)
     if (found := headline(run)) is not None:
         lines.append(f"{'warning' if found.warns else 'since the start'}: {found.sentence}")
+    lines += [f"warning: {sentence}" for sentence in further_notes(run)]
     if run.ess_ratio_mean is not None:
         lines.append(
             f"effective sample size of the steps: mean {run.ess_ratio_mean:.3f}, lowest {run.ess_ratio_lowest:.3f}"
@@ -74,15 +76,16 @@ def status_json(status: RunStatus, run: RunView, *, now: datetime) -> bytes:
     """Returns the buffer's status as JSON. `run` is the view of the run since its start.
 
     The key `as_of` has the time of the status, ISO 8601. The key `since_start` has the shares of time by state since
-    the start, without the time in which the processes started; the bottleneck, the headline, and the mean and the
-    lowest effective sample size of the steps. Null means not known. The key `heldout` has the rewards of the first and
-    the last evaluation of each held-out set.
+    the start, without the time in which the processes started; the bottleneck, the headline, the health notes, and the
+    mean and the lowest effective sample size of the steps. Null means not known. The key `heldout` has the rewards of
+    the first and the last evaluation of each held-out set.
     """
     since_start = {
         "learner_shares": run.learner_shares,
         "generator_shares": run.generator_shares,
         "bottleneck": bottleneck_of(run),
         "headline": headline(run),
+        "notes": run.notes,
         "ess_ratio_mean": run.ess_ratio_mean,
         "ess_ratio_lowest": run.ess_ratio_lowest,
     }

@@ -10,7 +10,8 @@ from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import RunEnded, RunError
 from asyncrl.learner.records import EvalRecord, GrowingLines, RunInfo, StepRecord, read_config, read_info, read_lines
 from asyncrl.views.live import LiveView
-from asyncrl.views.run_view import RunView, run_view, setting_at
+from asyncrl.views.run_view import RunView, run_view
+from asyncrl.views.setting import setting_at
 
 NO_ANSWER = "the buffer does not answer"
 ENDING = "the run is ending"

@@ -41,9 +41,9 @@ def test_the_last_line_says_why_groups_were_dropped(totals: dict[str, Any], word
 
 
 def test_a_run_that_could_not_learn_ends_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flat = write_run(tmp_path / "flat", [make_step(0, zero_variance_ratio=1.0)])
+    flat = write_run(tmp_path / "flat", [make_step(step, zero_variance_ratio=1.0) for step in range(3)])
     print_outcome(summary(), flat, config=Config(), again=["up"])
-    assert "warning: In 100 % of the groups of the last step all rewards are equal" in capsys.readouterr().out
+    assert "warning: In 100 % of the groups of the last 3 steps all rewards are equal" in capsys.readouterr().out
     print_outcome(summary(), write_run(tmp_path / "healthy", [make_step(0)]), config=Config(), again=["up"])
     assert "warning" not in capsys.readouterr().out
     print_outcome(summary(), tmp_path / "gone", config=Config(), again=["up"])

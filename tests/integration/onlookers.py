@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY, Command
 
+from asyncrl.common.concern import Concern
 from asyncrl.learner.records import StepRecord, read_lines, state_shares
-from asyncrl.views.headline import Bottleneck, Bound, Concern, Headline, bottleneck
+from asyncrl.views.headline import Bottleneck, Bound, Headline, bottleneck
 from asyncrl.views.report import read_run
-from asyncrl.views.run_view import setting_at
+from asyncrl.views.setting import setting_at
 
 HEARD_S = 400.0
 ONE_LINE = {"COLUMNS": "500"}

@@ -55,7 +55,7 @@ def test_the_summary_has_exactly_the_promised_keys() -> None:
         "ledger_closed", "rows_outstanding", "weight_updates", "mid_sequence_updates", "parity_max_nats",
         "generator_busy_ratio", "learner_busy_ratio", "generated_tokens", "trained_tokens",
         "ess_ratio_mean", "ess_ratio_lowest", "restarts", "lost_steps", "stop_reason", "heldout_sets",
-        "witnessed_steps", "witness_failures",
+        "witnessed_steps", "witness_failures", "notes",
     }  # fmt: skip
 
 

@@ -27,7 +27,8 @@ from asyncrl.metrics.catalogue import CATALOGUE, Kind, Role
 from asyncrl.metrics.numbers import AGENT_NUMBERS, GAUGES, NUMBERS, WITNESSED
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.views.report import read_run, write_report
-from asyncrl.views.run_view import REWARDS, RunView, run_view, setting_of
+from asyncrl.views.run_view import REWARDS, RunView, run_view
+from asyncrl.views.setting import setting_of
 
 
 @pytest.mark.asyncio

@@ -14,6 +14,7 @@ from asyncrl.buffer.fleet import Cause
 from asyncrl.buffer.ledger import Account, Amount, Event, Fate
 from asyncrl.buffer.records import Counts, GroupMeta
 from asyncrl.buffer.staleness import limits_of
+from asyncrl.common.concern import Concern
 from asyncrl.config.load import flat_config
 from asyncrl.config.schema import Config
 from asyncrl.metrics.catalogue import CATALOGUE, DEADLINES, MAX_OPEN_VALUES
@@ -57,6 +58,7 @@ def learner() -> LearnerMetrics:
     metrics.staleness(groups={0: 10, 2: 6}, tokens={0: 500, 1: 100, 2: 40}, in_flight={1: 6}, in_buffer={0: 12, 1: 4})
     metrics.rows_outstanding(3)
     metrics.heldout("heldout", 0.41)
+    metrics.health([Concern.CUT])
     metrics.checkpoint_saved(step=10, duration_s=4.0, unix_time_s=1.7e9)
     metrics.checkpoint_staged(0.5)
     metrics.checkpoint_missed(outcome="postponed")

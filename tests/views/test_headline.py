@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.common.concern import Concern
 from asyncrl.config.schema import Config
-from asyncrl.learner.records import shares_of
+from asyncrl.learner.records import Note, shares_of
 from asyncrl.metrics.catalogue import GENERATOR_STATES, LEARNER_STATES
 from asyncrl.views import headline as module
-from asyncrl.views.headline import HELD_BACK, OTHER_WAITS, Bound, Concern, bottleneck, headline
+from asyncrl.views.headline import HELD_BACK, OTHER_WAITS, Bound, bottleneck, further_notes, headline
 from asyncrl.views.run_view import RunView
 
 
@@ -159,106 +160,27 @@ def test_more_processes_are_advised_only_where_they_fit(room: bool | None) -> No
         assert "raise generator.max_concurrent_groups" in generators
 
 
-TROUBLE: dict[Concern, dict[str, Any]] = {
-    Concern.NOTHING_TRAINED: {"steps_trained": 0, "steps_skipped": 3},
-    Concern.NOT_VERIFIED: {"witness_ratio": 1.5},
-    Concern.NO_GRADIENT: {"equal_rewards_ratio": 1.0, "recent_trained_steps": 20},
-    Concern.FAILURES: {
-        "groups": {"trained": 24, "failed": 23, "reserved": 400},
-        "failures": {"reward_raised": 20, "reward_timeout": 3},
-    },
-    Concern.CUT: {"recent_truncated_ratio": 0.97, "truncated_at_first": 1.0},
-    Concern.PARITY: {"parity_ratio": 6.0, "parity_nats": 0.3},
-    Concern.STALE_DATA: {"recent_ess_ratio": 0.21},
-    Concern.BOTTLENECK: {"learner_shares": WAITING_LEARNER, "generator_shares": HELD_BACK_GENERATORS},
-}
-FINE: dict[str, Any] = {
-    "steps_trained": 3,
-    "steps_skipped": 1,
-    "equal_rewards_ratio": 0.9,
-    "recent_truncated_ratio": 0.9,
-    "groups": {"trained": 95, "failed": 5},
-    "parity_ratio": 1.0,
-    "witness_ratio": 1.0,
-    "parity_nats": 0.05,
-    "recent_ess_ratio": 0.3,
-}
-SENTENCES = {
-    Concern.NOTHING_TRAINED: "every step was skipped",
-    Concern.NOT_VERIFIED: "an update is not the one that the configuration describes",
-    Concern.NO_GRADIENT: "In 100 % of the groups of the last 20 steps all rewards are equal, so there is no gradient: "
-    "use easier questions (harder ones if the answers are right), a denser reward, or a larger learner.group_size.",
-    Concern.FAILURES: "49 % of the groups failed and were not trained (reward_raised 20, reward_timeout 3): fix the "
-    "reward.",
-    Concern.CUT: "97 % of the answers are cut at their length limit, since the first step: raise "
-    "generator.max_completion_tokens and model.max_length. If the answers go on after their end, the model does not",
-    Concern.PARITY: "differ by 6 times the accepted difference (weights.parity_tolerance_nats, in "
-    "bfloat16 weights.parity_factor), and by up to 0.3 nats",
-    Concern.STALE_DATA: "The effective sample size is 21 %",
-    Concern.BOTTLENECK: "raise staleness.max_versions",
-}
+NOTES = [
+    Note(concern=concern, number=1.0, fact=f"the fact of {concern}", causes=("first", "second"), look="asyncrl samples")
+    for concern in (Concern.CUT, Concern.UNCHANGED)
+]
+SHARES: dict[str, Any] = {"learner_shares": WAITING_LEARNER, "generator_shares": HELD_BACK_GENERATORS}
 
 
-def test_the_most_urgent_concern_is_the_headline() -> None:
-    for index, concern in enumerate(Concern):
-        known = dict(FINE)
-        for other in list(Concern)[index:]:
-            known |= TROUBLE[other]
-        found = headline(RunView(**known))
-        assert found is not None
-        assert found.concern is concern
-        assert SENTENCES[concern] in found.sentence
-        assert found.warns == (concern is not Concern.BOTTLENECK)
+def test_the_first_note_is_the_headline_and_the_others_follow() -> None:
+    run = RunView(notes=NOTES, **SHARES)
+    found = headline(run)
+    assert found is not None
+    assert (found.concern, found.warns) == (Concern.CUT, True)
+    assert found.sentence == "the fact of cut. Likely causes: (1) first; (2) second. Look: asyncrl samples"
+    (other,) = further_notes(run)
+    assert other.startswith("the fact of unchanged. ")
 
 
-def test_where_little_is_known_there_is_no_headline() -> None:
+def test_without_a_note_the_headline_is_the_bottleneck_if_both_sides_are_known() -> None:
+    found = headline(RunView(**SHARES))
+    assert found is not None
+    assert (found.concern, found.warns) == (Concern.BOTTLENECK, False)
+    assert "raise staleness.max_versions" in found.sentence
     assert headline(RunView()) is None
-    assert headline(RunView(**FINE)) is None
     assert headline(RunView(learner_shares=WAITING_LEARNER)) is None, "the other side did not answer"
-
-
-def test_equal_rewards_at_the_highest_one_ask_for_harder_questions() -> None:
-    found = headline(RunView(equal_rewards_ratio=0.95, at_highest_reward=1.1))
-    assert found is not None
-    assert found.sentence == (
-        "In 95 % of the groups of the last step all rewards are equal, and most are 1.1, the highest reward that "
-        "the run has seen. If a reward cannot be higher, there is little left to learn: use harder questions. "
-        "Otherwise use easier ones."
-    )
-    mostly = headline(RunView(equal_rewards_ratio=0.95))
-    assert mostly is not None
-    assert "hardly any gradient" in mostly.sentence
-
-
-@pytest.mark.parametrize("first", [None, 0.0, 0.9])
-def test_answers_that_became_long_later_are_not_blamed_on_their_ends(first: float | None) -> None:
-    found = headline(RunView(recent_truncated_ratio=0.95, truncated_at_first=first))
-    assert found is not None
-    assert found.sentence.endswith("or penalise long answers (algorithm.overlong).")
-
-
-@pytest.mark.parametrize("tags", [("<think>",), ("[THINK]",), ("<answer>", "<think>")])
-def test_equal_rewards_name_the_tags_that_rewards_do_not_read(tags: tuple[str, ...]) -> None:
-    found = headline(RunView(equal_rewards_ratio=1.0, hidden_tags=tags))
-    assert found is not None
-    assert f"If the reward looks for {' or '.join(tags)}: the text that it gets never has them" in found.sentence
-    right = headline(RunView(equal_rewards_ratio=1.0, at_highest_reward=1.0, hidden_tags=tags))
-    assert right is not None
-    assert tags[0] not in right.sentence
-
-
-def test_rewards_that_fail_for_many_samples_of_trained_groups_are_the_headline_too() -> None:
-    found = headline(RunView(**FINE | {"failed_samples_ratio": 0.2}))
-    assert found is not None
-    assert found.concern is Concern.FAILURES
-    assert found.sentence.startswith("The reward failed for 20 % of the trained groups' samples, which are left out")
-    assert headline(RunView(**FINE | {"failed_samples_ratio": 0.05})) is None
-
-
-@pytest.mark.parametrize("concern", Concern)
-def test_every_headline_names_settings_that_exist(concern: Concern) -> None:
-    found = headline(RunView(**FINE | TROUBLE[concern]))
-    assert found is not None
-    names = re.findall(r"\b(learner|generator|staleness|weights|model|data|buffer)\.([a-z_]+)", found.sentence)
-    for section, key in names:
-        assert key in type(getattr(Config(), section)).model_fields

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from asyncrl.common.concern import Concern
 from asyncrl.config.schema import Config
-from asyncrl.learner.records import EvalRecord
+from asyncrl.learner.records import EvalRecord, Note
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.views import live
 from asyncrl.views.live import (
@@ -84,12 +85,19 @@ def test_start_up_shows_its_phase_and_nothing_that_is_not_known() -> None:
     assert phase_line(STARTING) == "loading the model (8.0 s)"
 
 
-FLAT = {"equal_rewards_ratio": 1.0}
-FAILING = {"groups": {"trained": 51, "failed": 49}}
+def noted(concern: Concern, fact: str) -> dict[str, Any]:
+    return {"notes": [Note(concern=concern, number=1.0, fact=fact, look="asyncrl samples RUN")]}
+
+
+FLAT = noted(Concern.NO_GRADIENT, "In 100 % of the groups all rewards are equal")
+FAILING = noted(Concern.FAILURES, "49 % of the groups failed")
+BOTH = {"notes": [*FLAT["notes"], *FAILING["notes"]]}
 
 
 def test_a_headline_is_shown_before_the_first_step_too() -> None:
-    assert "In 100 % of the groups of the last step all rewards are equal" in shown(view(0, **FLAT))
+    text = shown(view(0, **BOTH))
+    assert "In 100 % of the groups all rewards are equal" in text
+    assert "49 % of the groups failed" in text, "further notes follow the headline"
 
 
 def test_without_a_terminal_each_warning_is_printed_once_and_a_bottleneck_never() -> None:

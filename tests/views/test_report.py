@@ -196,7 +196,7 @@ def test_the_files_of_the_page_are_installed_with_the_package() -> None:
     installed = {path for pattern in patterns for path in (root / "asyncrl").glob(pattern)}
     there = {path for path in (root / "asyncrl" / "views").iterdir() if path.is_file() and path.suffix != ".py"}
     templates = {f"{name}.html.j2" for name in ("page", "report", "compare", "samples", "tables", "chart")}
-    assert {path.name for path in there} == {"report.css", "charts.js"} | templates
+    assert {path.name for path in there} == {"report.css", "charts.js", "health.md.j2"} | templates
     assert there <= installed
 
 
@@ -286,7 +286,7 @@ def test_a_long_run_is_drawn_with_few_points(tmp_path: Path) -> None:
         "the last chunk is not shorter than the others"
     )
     run = read_run(write_run(tmp_path, steps[:2]))
-    text = report_html(type(run)(**{name: getattr(run, name) for name in run.__slots__} | {"steps": steps}))
+    text = report_html(dataclasses.replace(run, steps=steps))
     assert len(text) < 400_000
 
 

@@ -8,9 +8,12 @@ import pytest
 from made_up_run import make_status, make_step
 from written_runs import write_run
 
+from asyncrl.common.concern import Concern
 from asyncrl.config.schema import Config
 from asyncrl.learner.records import DataRecord, EvalRecord
-from asyncrl.views.run_view import RECENT_STEPS, Setting, run_view, setting_at, setting_of, usable_cores
+from asyncrl.views.evidence import RECENT_STEPS
+from asyncrl.views.run_view import run_view
+from asyncrl.views.setting import Setting, setting_at, setting_of, usable_cores
 
 
 def config(**sections: Any) -> Config:
@@ -69,53 +72,21 @@ def test_a_live_view_is_of_the_last_steps_and_a_report_of_all() -> None:
     whole = run_view(steps, recent=False)
     assert (live.groups["trained"], live.groups["failed"]) == (60, 20)
     assert (whole.groups["trained"], whole.groups["failed"]) == (180, 20)
-    assert live.equal_rewards_ratio == whole.equal_rewards_ratio == 1.0, "both cover the last steps only"
-    assert live.recent_trained_steps == RECENT_STEPS
+    assert [note.number for view in (live, whole) for note in view.notes if note.concern is Concern.NO_GRADIENT] == [
+        1.0,
+        1.0,
+    ], "both cover the last steps only"
     short = run_view(steps[-3:], recent=True)
     assert short.groups == steps[-1].ledger_groups, "with few steps, all groups since the start count"
 
 
-@pytest.mark.parametrize(
-    ("lowest", "highest", "now", "found"),
-    [
-        (0.0, 1.1, 0.1, None),  # right format, wrong answers
-        (0.0, 1.1, 1.08, 1.1),
-        (0.0, 1.0, 0.95, 1.0),
-        (0.0, 1.0, 0.0, None),
-        (-1.0, 0.0, -0.05, 0.0),
-        (-3.0, -1.0, -3.0, None),
-        (0.1, 0.1, 0.1, None),  # the run has seen one reward only
-        (None, None, None, None),
-    ],
-)
-def test_rewards_are_the_highest_if_their_mean_is_near_the_highest_of_the_run(
-    lowest: float | None, highest: float | None, now: float | None, found: float | None
-) -> None:
-    first = make_step(0, reward_min=lowest, reward_max=highest, reward_mean=lowest)
-    last = [make_step(step, reward_min=now, reward_max=now, reward_mean=now) for step in range(1, RECENT_STEPS + 1)]
-    facts = run_view([first, *last], recent=True)
-    assert facts.at_highest_reward == found
-
-
-def test_the_share_of_samples_without_a_reward_is_that_of_the_last_trained_steps() -> None:
-    shares = [make_step(step, diagnostics={"failed_samples_ratio": step / 4}) for step in range(3)]
-    facts = run_view(shares, recent=True)
-    assert facts.failed_samples_ratio == 0.25
-    assert run_view([make_step(0)], recent=True).failed_samples_ratio is None
-
-
-def test_the_share_of_cut_answers_is_that_of_the_last_steps_beside_that_of_the_first() -> None:
-    steps = [make_step(step, truncated_ratio=ratio) for step, ratio in enumerate([1.0, *[0.5] * RECENT_STEPS])]
-    facts = run_view(steps, setting=Setting(hidden_tags=("<a>",)), recent=True)
-    assert (facts.recent_truncated_ratio, facts.truncated_at_first, facts.hidden_tags) == (0.5, 1.0, ("<a>",))
-
-
-def test_equal_rewards_are_unknown_where_they_teach_and_skipped_steps_are_left_out() -> None:
+def test_a_view_has_the_notes_of_its_records_and_of_the_failures() -> None:
     steps = [make_step(0), make_step(1, trained=False, zero_variance_ratio=1.0)]
     facts = run_view(steps, recent=True)
-    assert (facts.equal_rewards_ratio, facts.steps_trained, facts.steps_skipped) == (0.25, 1, 1)
-    assert run_view(steps, setting=Setting(equal_rewards_teach=True), recent=True) != facts
-    assert run_view([], setting=Setting(room=False), failures={"x": 1}, recent=True).failures == {"x": 1}
+    assert (facts.steps_trained, facts.steps_skipped, facts.notes) == (1, 1, ())
+    found = run_view(equal_at_the_end(60), recent=False, failures={"x": 1})
+    assert found.failures == {"x": 1}
+    assert [note.concern for note in found.notes] == [Concern.NO_GRADIENT, Concern.FAILURES]
 
 
 def test_the_setting_of_a_run_here_knows_its_cores_and_that_of_a_strange_folder_nothing(tmp_path: Path) -> None:
@@ -131,11 +102,10 @@ def test_the_setting_of_a_run_here_knows_its_cores_and_that_of_a_strange_folder_
     assert setting_at(run).room is None
 
 
-def test_skipped_steps_count_in_what_is_shown_of_the_last_steps_and_not_in_what_the_headline_judges() -> None:
+def test_skipped_steps_count_in_what_is_shown_of_the_last_steps() -> None:
     skipped = {"trained": False, "truncated_ratio": 1.0, "zero_variance_ratio": 1.0, "ess_ratio": 0.1}
     view = run_view([make_step(0, truncated_ratio=0.0, zero_variance_ratio=0.0), make_step(1, **skipped)], recent=True)
     assert (view.truncated_ratio, view.zero_variance_ratio, view.ess_ratio) == (0.5, 0.5, 0.1)
-    assert (view.recent_truncated_ratio, view.equal_rewards_ratio, view.recent_ess_ratio) == (0.0, 0.0, 0.95)
 
 
 def test_a_held_out_set_keeps_its_place_and_evaluations_without_a_reward_are_left_out() -> None:

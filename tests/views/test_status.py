@@ -100,6 +100,7 @@ def test_of_no_time_there_are_no_shares_and_no_sentence(seconds: dict[str, float
         "generator_shares": {"generating": 0.9, "idle": 0.1},
         "bottleneck": None,
         "headline": None,
+        "notes": [],
         "ess_ratio_mean": None,
         "ess_ratio_lowest": None,
     }
@@ -117,6 +118,7 @@ def test_json_has_all_that_the_buffer_knows_and_what_limits_the_run() -> None:
         "generator_shares": {"generating": 0.9, "idle": 0.1},
         "bottleneck": {"bound": "generators", "sentence": sentence},
         "headline": {"concern": "bottleneck", "sentence": sentence},
+        "notes": [],
         "ess_ratio_mean": None,
         "ess_ratio_lowest": None,
     }
@@ -139,7 +141,10 @@ def test_failed_rollouts_are_counted_with_the_first_cause_and_warned_of_when_the
     assert "failures: reward_raised 20 rollouts; 25% of the groups that ended failed" in lines
     assert "first reward_raised: KeyError: 'KEY' (tasks.py:30) for prompt '0+3='" in lines
     (warning,) = [line for line in lines if line.startswith("warning: ")]
-    assert "25 % of the groups failed and were not trained (reward_raised 20): fix the reward" in warning
+    assert (
+        "25 % of the groups failed and were not trained (reward_raised 20). Fix the reward (environment.reward)."
+        in warning
+    )
     assert not any(line.startswith("since the start") for line in lines)
     found = msgspec.json.decode(status_json(status, steps=STEPS))
     assert found["failures"][0]["first"]["prompt"] == "0+3="

@@ -1,0 +1,345 @@
+"""The health notes: each kind of broken run has the right note first within ten steps, and healthy runs have none."""
+
+import doctest
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from made_up_run import make_step
+
+from asyncrl.common.concern import Concern
+from asyncrl.config.schema import Config, RewardTerm
+from asyncrl.learner import records as records_module
+from asyncrl.learner.records import EvalRecord, Note, StepRecord
+from asyncrl.views import evidence, health_docs, health_finds
+from asyncrl.views.evidence import evidence_of, since
+from asyncrl.views.health import RULES, notes_of
+from asyncrl.views.setting import Setting, setting_of
+
+TEN = range(10)
+SETTING = Setting(run="runs/mine", learning_rate=1e-3, reward_weights={"right": 1.0, "short": 0.5})
+
+
+def noise(step: int) -> float:
+    """Returns a small number with mean 0 that changes from step to step."""
+    return 0.02 * ((step * 7919) % 5 - 2)
+
+
+def healthy(step: int, **changed: Any) -> StepRecord:
+    """Returns a step of a run whose reward rises while its entropy falls, as in the quickstart."""
+    own: dict[str, Any] = {
+        "reward_mean": 0.1 + 0.06 * step + noise(step),
+        "entropy_nats": 0.95 - 0.07 * min(step, 10) + noise(step),
+        "reward_components": {"right": 0.1 + 0.06 * step + noise(step), "short": 0.5 + noise(step + 2)},
+        "diagnostics": {"published_bits_ratio": 0.01, "kl_to_behaviour_nats": 0.05} | changed.pop("diagnostics", {}),
+    }
+    return make_step(step, **(own | changed))
+
+
+def flat(step: int, **changed: Any) -> StepRecord:
+    """Returns a step of a run whose reward does not rise."""
+    return healthy(step, **({"reward_mean": 0.3 + noise(step), "entropy_nats": 0.9 + noise(step)} | changed))
+
+
+def dead(step: int, **changed: Any) -> StepRecord:
+    """Returns a step in which all rewards are 0, so that no group has a gradient."""
+    nothing = {"reward_mean": 0.0, "reward_min": 0.0, "reward_max": 0.0, "reward_std": 0.0, "grad_norm": 0.0}
+    unmoved = {"published_bits_ratio": 0.0} | changed.pop("diagnostics", {})
+    parts = {"reward_components": {}}
+    return flat(step, **(nothing | {"zero_variance_ratio": 1.0, "diagnostics": unmoved} | parts | changed))
+
+
+BROKEN: dict[str, tuple[Concern, Callable[[int], StepRecord], Setting]] = {
+    "max_completion_tokens too small": (Concern.CUT, lambda step: dead(step, truncated_ratio=0.98), SETTING),
+    "data.chat=off, 84 % cut": (
+        Concern.CUT,
+        lambda step: dead(step, truncated_ratio=0.84),
+        Setting(run="runs/mine", chat_off=True),
+    ),
+    "a reward that finds no answer": (Concern.ZERO_REWARDS, dead, SETTING),
+    "a reward of one value": (
+        Concern.NO_GRADIENT,
+        lambda step: flat(step, zero_variance_ratio=0.97, reward_min=0.3, reward_max=0.31),
+        SETTING,
+    ),
+    "a rate of 1e-20": (
+        Concern.UNCHANGED,
+        lambda step: flat(step, learning_rate=1e-21 * step, diagnostics={"published_bits_ratio": 0.0}),
+        Setting(learning_rate=1e-20),
+    ),
+    "a rate below the precision of bfloat16": (
+        Concern.UNCHANGED,
+        lambda step: flat(step, diagnostics={"published_bits_ratio": 1e-4}),
+        SETTING,
+    ),
+    "half of the steps are skipped": (Concern.UNCHANGED, lambda step: flat(step, trained=step % 2 == 0), SETTING),
+    "entropy collapses": (
+        Concern.ENTROPY,
+        lambda step: flat(step, entropy_nats=(0.9 if step < 5 else 0.2) + noise(step)),
+        SETTING,
+    ),
+    "entropy explodes": (
+        Concern.ENTROPY,
+        lambda step: flat(step, entropy_nats=(0.9 if step < 5 else 3.0) + noise(step)),
+        SETTING,
+    ),
+    "length collapses": (
+        Concern.LENGTH,
+        lambda step: flat(step, completion_tokens_mean=(90.0 if step < 5 else 20.0) + noise(step)),
+        SETTING,
+    ),
+    "length grows": (
+        Concern.LENGTH,
+        lambda step: flat(step, completion_tokens_mean=(90.0 if step < 5 else 300.0) + noise(step)),
+        SETTING,
+    ),
+    "a bonus for short answers": (
+        Concern.COMPONENTS,
+        lambda step: healthy(
+            step,
+            reward_components={"right": 0.4 - 0.03 * step + noise(step), "short": 0.1 + 0.1 * step + noise(step + 1)},
+            entropy_nats=(1.22 if step < 5 else 0.31) + noise(step),
+            reward_mean=0.45 + noise(step),
+        ),
+        SETTING,
+    ),
+    "staleness far too high": (
+        Concern.STALE_DATA,
+        lambda step: flat(step, ess_ratio=0.23, diagnostics={"kl_to_behaviour_nats": 3.0}),
+        SETTING,
+    ),
+    "a high KL": (
+        Concern.HIGH_KL,
+        lambda step: flat(step, ess_ratio=0.4, diagnostics={"kl_to_behaviour_nats": 0.6}),
+        SETTING,
+    ),
+    "a wrong tool parser": (
+        Concern.NO_TOOL_CALLS,
+        lambda step: dead(step, diagnostics={"turns_mean": 1.0, "tool_calls_mean": 0.0}),
+        Setting(tools=True, several_turns=True),
+    ),
+    "an agent that ends early": (
+        Concern.ONE_TURN,
+        lambda step: flat(step, diagnostics={"turns_mean": 1.0, "tool_calls_mean": 0.0}),
+        Setting(several_turns=True),
+    ),
+}
+
+
+def notes(
+    steps: Sequence[StepRecord], *, setting: Setting = SETTING, evals: Sequence[EvalRecord] = ()
+) -> tuple[Note, ...]:
+    return notes_of(evidence_of(steps, evals, setting=setting))
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_run_has_the_right_note_first_within_ten_steps(kind: str) -> None:
+    concern, make, setting = BROKEN[kind]
+    found = notes([make(step) for step in TEN], setting=setting)
+    assert [note.concern for note in found] == [concern], "its consequences are folded under it"
+    assert found[0].causes
+    assert found[0].look.startswith(("asyncrl ", "tail "))
+    assert found[0].since_step is not None
+
+
+@pytest.mark.parametrize("length", range(1, 41))
+def test_a_healthy_run_has_no_note_at_any_length(length: int) -> None:
+    assert notes([healthy(step) for step in range(length)]) == ()
+
+
+def test_consequences_are_folded_under_their_cause_in_the_order_of_the_rules() -> None:
+    (note,) = notes([dead(step, truncated_ratio=0.9, grad_norm=0.1) for step in TEN])
+    assert note.consequences == (
+        "All rewards of the last 10 steps are 0",
+        "In 100 % of the groups of the last 10 steps all rewards are equal, so there is no gradient",
+        "At most 0 % of the published weights have other bits after a step, so the policy does not change",
+    )
+    assert note.sentence.startswith(
+        "90 % of the answers of the last 10 steps are cut at their length limit, since step 0. Likely causes: (1) the "
+        "limit is too low for the task: raise generator.max_completion_tokens and model.max_length; (2) "
+    )
+    assert note.sentence.endswith("so the policy does not change. Look: asyncrl samples runs/mine --worst")
+
+
+def test_the_chat_template_is_the_first_cause_where_it_is_off() -> None:
+    cut = [dead(step, truncated_ratio=0.98) for step in TEN]
+    (off,), (on,) = notes(cut, setting=Setting(chat_off=True)), notes(cut)
+    assert off.causes[0].endswith("set data.chat=auto")
+    assert not any("data.chat=auto" in cause for cause in on.causes)
+
+
+def test_answers_that_became_long_later_have_another_first_cause() -> None:
+    (note,) = notes([healthy(step, truncated_ratio=0.0 if step < 4 else 1.0) for step in range(30)])
+    assert note.since_step == 4
+    assert note.causes[0].startswith("the answers became longer: penalise long ones (algorithm.overlong=penalise)")
+
+
+def test_equal_rewards_at_the_highest_one_ask_for_harder_questions() -> None:
+    start = [flat(0, reward_min=0.0, reward_max=1.0)]
+    right = {"reward_mean": 0.99, "reward_max": 1.0, "reward_min": 0.0, "zero_variance_ratio": 0.98}
+    (note,) = notes([*start, *(flat(step, **right) for step in range(1, 30))])
+    assert "most are 1, the highest reward that the run has seen" in note.fact
+    assert note.causes == (
+        "if a reward cannot be higher, there is little left to learn: use harder questions; otherwise use easier ones",
+    )
+    teach = Setting(equal_rewards_teach=True)
+    assert notes([*start, *(flat(step, **right) for step in range(1, 30))], setting=teach) == ()
+
+
+def test_hidden_tags_are_named_where_rewards_do_not_see_them() -> None:
+    (note,) = notes([dead(step) for step in TEN], setting=Setting(hidden_tags=("<think>", "[A]")))
+    assert note.causes[0].startswith("if the reward looks for <think> or [A]: the text that it gets never has them")
+
+
+def test_a_component_without_a_weight_does_not_count_and_a_negative_one_is_turned_round() -> None:
+    def step(number: int) -> StepRecord:
+        parts = {"right": 0.1 + 0.03 * number + noise(number), "words": 0.5 - 0.03 * number + noise(number)}
+        return healthy(number, reward_components=parts)
+
+    steps = [step(number) for number in TEN]
+    found = [notes(steps, setting=Setting(reward_weights={"words": weight})) for weight in (1.0, 0.0, -1.0)]
+    assert [[note.concern for note in each] for each in found] == [[Concern.COMPONENTS], [], []]
+
+
+def evaluated(*rewards: float, error: float = 0.02) -> list[EvalRecord]:
+    return [
+        EvalRecord(version=4 * place, wall_s=1, prompts=100, reward_mean=reward, reward_stderr=error)
+        for place, reward in enumerate(rewards)
+    ]
+
+
+def test_a_held_out_reward_that_falls_while_the_training_reward_rises_is_noted_at_the_third_evaluation() -> None:
+    steps = [healthy(step) for step in range(20)]
+    (note,) = notes(steps, evals=evaluated(0.4, 0.35, 0.3))
+    assert (note.concern, note.number, note.since_step) == (Concern.HELDOUT, 0.3, 0)
+    assert notes(steps, evals=evaluated(0.4, 0.3)) == (), "two evaluations show no trend"
+    assert notes(steps, evals=evaluated(0.4, 0.3, 0.35)) == ()
+    assert notes(steps, evals=evaluated(0.4, 0.35, 0.3, error=0.1)) == (), "the difference may be chance"
+    assert notes([flat(step) for step in range(20)], evals=evaluated(0.4, 0.35, 0.3)) == ()
+
+
+def test_a_start_with_a_few_wrong_answers_has_no_note() -> None:
+    first = [dead(step, trained_samples=64) for step in range(3)]
+    assert notes(first) == ()
+    assert [note.concern for note in notes([dead(step) for step in range(3)])] == [Concern.ZERO_REWARDS]
+
+
+def test_steps_without_a_gradient_or_with_a_low_rate_by_the_schedule_do_not_show_unchanged_weights() -> None:
+    unmoved = {"published_bits_ratio": 0.0}
+    assert notes([flat(step, grad_norm=0.0, diagnostics=unmoved) for step in TEN]) == ()
+    assert notes([flat(step, learning_rate=4e-4, diagnostics=unmoved) for step in TEN]) == ()
+
+
+def test_the_step_since_which_something_holds_forgives_one_step() -> None:
+    held = [False, True, True, False, True, True]
+    steps = [make_step(number) for number in range(len(held))]
+    assert since(steps, lambda record: held[record.step]) == 1
+    assert since(steps, lambda record: record.step in (1, 4, 5)) == 4
+    assert since(steps, lambda record: None if record.step == 3 else record.step > 1) == 2
+    assert since(steps, lambda record: False) is None
+
+
+def test_every_fault_has_one_rule_in_the_order_of_urgency_and_follows_from_rules_only() -> None:
+    assert [rule.concern for rule in RULES] == [concern for concern in Concern if concern is not Concern.BOTTLENECK]
+    for rule in RULES:
+        assert rule.concern not in rule.follows_from
+        assert all(limit.reason for limit in rule.limits)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.concern.value)
+def test_every_cause_names_settings_and_every_command_exists(rule: Any) -> None:
+    for cause in rule.causes:
+        for section, key in re.findall(r"\b([a-z]+)\.([a-z_]+)\b", cause.text):
+            assert section == "task" or section == "surrogate" or key in type(getattr(Config(), section)).model_fields
+    assert rule.look.format(run="R", step=1).split()[:2] in (
+        ["asyncrl", "samples"],
+        ["asyncrl", "report"],
+        ["tail", "-n"],
+    )
+
+
+def test_the_page_shows_all_rules_and_is_up_to_date() -> None:
+    page = health_docs.PATH.read_text()
+    assert page == health_docs.markdown()
+    for rule in RULES:
+        assert f"| `{rule.concern.value}` | {rule.shows} |" in page
+
+
+def test_a_setting_knows_tools_turns_and_weights() -> None:
+    config = Config.model_validate(
+        {
+            "environment": {
+                "name": "calculator",
+            },
+            "data": {"dataset": "environment", "chat": "off"},
+        }
+    )
+    known = setting_of(config, cores=None)
+    assert (known.tools, known.several_turns, known.chat_off, known.run) == (True, True, True, "runs/quickstart")
+    plain = setting_of(Config(), cores=None)
+    assert (plain.tools, plain.several_turns, plain.chat_off) == (False, False, False)
+    rewards = [RewardTerm(name="right", fn="exact_match", weight=2.0)]
+    weighted = config.model_copy(update={"environment": config.environment.model_copy(update={"rewards": rewards})})
+    assert setting_of(weighted, cores=None).reward_weights == {"right": 2.0}
+
+
+def test_doctests() -> None:
+    for module in (evidence, health_finds, records_module):
+        assert doctest.testmod(module).failed == 0
+
+
+def failed(**groups: float) -> Sequence[Note]:
+    return notes_of(evidence_of([healthy(0)], setting=SETTING, groups=groups, failures={"reward_raised": 20}))
+
+
+def test_failed_groups_are_noted_with_their_reasons() -> None:
+    (note,) = failed(trained=24, failed=23, reserved=400)
+    assert note.fact == "49 % of the groups failed and were not trained (reward_raised 20)"
+    assert note.causes == ("fix the reward (environment.reward)",)
+    assert failed(trained=95, failed=5) == ()
+
+
+def test_rewards_that_fail_for_many_samples_of_trained_groups_are_noted_too() -> None:
+    (note,) = notes([healthy(step, diagnostics={"failed_samples_ratio": step / 9}) for step in range(4)])
+    assert note.fact.startswith("The reward failed for 17 % of the trained groups' samples, which are left out")
+    assert notes([healthy(step, diagnostics={"failed_samples_ratio": 0.05}) for step in range(4)]) == ()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "concern"),
+    [({"witness_gradient_ratio": 1.5}, Concern.NOT_VERIFIED), ({"parity_ratio": 6.0}, Concern.PARITY)],
+)
+def test_a_wrong_update_is_noted_for_the_rest_of_the_run(numbers: dict[str, float], concern: Concern) -> None:
+    steps = [healthy(step, diagnostics=numbers if step == 2 else {}) for step in range(40)]
+    (note,) = notes(steps)
+    assert (note.concern, note.number, note.since_step) == (concern, next(iter(numbers.values())), 2)
+    accepted = [healthy(step, diagnostics=dict.fromkeys(numbers, 1.0)) for step in range(4)]
+    assert notes(accepted) == ()
+
+
+def test_a_run_that_skipped_every_step_trained_nothing() -> None:
+    (note,) = notes([healthy(0, trained=False) for _ in range(5)])
+    assert note.concern is Concern.NOTHING_TRAINED
+    assert "every step was skipped" in note.fact
+
+
+@pytest.mark.parametrize(
+    ("lowest", "highest", "now", "found"),
+    [
+        (0.0, 1.1, 0.1, None),  # right format, wrong answers
+        (0.0, 1.1, 1.08, 1.1),
+        (0.0, 1.0, 0.95, 1.0),
+        (0.0, 1.0, 0.0, None),
+        (-1.0, 0.0, -0.05, 0.0),
+        (-3.0, -1.0, -3.0, None),
+        (0.1, 0.1, 0.1, None),  # the run has seen one reward only
+        (None, None, None, None),
+    ],
+)
+def test_rewards_are_the_highest_if_their_mean_is_near_the_highest_of_the_run(
+    lowest: float | None, highest: float | None, now: float | None, found: float | None
+) -> None:
+    first = make_step(0, reward_min=lowest, reward_max=highest, reward_mean=lowest)
+    last = [make_step(step, reward_min=now, reward_max=now, reward_mean=now) for step in range(1, 21)]
+    assert evidence_of([first, *last], setting=SETTING).at_highest_reward == found
