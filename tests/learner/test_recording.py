@@ -60,6 +60,7 @@ async def test_a_trained_step_is_recorded_with_what_it_trained() -> None:
 NOT_OF_A_STEP = {
     "weight_sent_ratio",
     *("run_info", "stall_timeout_seconds", "weight_sync_timeout_seconds", "weight_lag_limit_versions"),
+    "learner_health_note",  # only while something is wrong
     "learner_reward_component_mean",  # only if rewards have components
     "learner_reward_part_mean",  # only with a mixture
     *(f"learner_{GAUGES[name].removeprefix('asyncrl_learner_')}" for name in AGENT_NUMBERS),  # only with agents
