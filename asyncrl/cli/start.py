@@ -153,7 +153,8 @@ def join_admitted(address: str, config: Config, *, choose: Choice) -> Choice:
     Call it before the directory of an earlier run is moved aside. `choose` decides whether that run is resumed, or its
     directory moved aside. Returns the function to use in place of `choose`. It raises LearnerNotRestored, and moves
     nothing, if `choose` finds no checkpoint and the run on the cluster admits no learner without one. If the learner of
-    this directory may have been killed, waits until the run on the cluster counts it as gone.
+    this directory may have been killed, waits until the run on the cluster counts it as gone. With
+    `run.lost_weights = new_run`, ends the run of this directory on the cluster if no learner can continue it.
 
     If this command has begun the run and was started again, waits for the cluster for up to `run.stall_timeout_s`,
     because its head may be starting again too. Otherwise the address may be wrong, and the command must not start
@@ -161,7 +162,7 @@ def join_admitted(address: str, config: Config, *, choose: Choice) -> Choice:
     """
     from asyncrl.data_plane.calls import patiently_in_thread
     from asyncrl.deployment.cluster import join
-    from asyncrl.deployment.shared_actors import check_admission
+    from asyncrl.deployment.shared_actors import check_admission, end_lost_run
 
     try:
         patiently_in_thread(
@@ -175,9 +176,17 @@ def join_admitted(address: str, config: Config, *, choose: Choice) -> Choice:
     directory = config.run.dir / config.run.name
     limits, gone = config.buffer, restarts.restarts() > 0 or may_have_died(directory)
     patience_s = limits.heartbeat_timeout_s + limits.call_timeout_s if gone else 0.0
-    info = known_info(directory) if choose is not no_checkpoint and has_checkpoint(config) else None
-    restores = None if info is None else info.nonce
-    asyncio.run(check_admission(config, role=Role.LEARNER, restores=restores, patience_s=patience_s))
+    info = known_info(directory)
+    restores = info.nonce if info is not None and choose is not no_checkpoint and has_checkpoint(config) else None
+    try:
+        asyncio.run(check_admission(config, role=Role.LEARNER, restores=restores, patience_s=patience_s))
+    except LearnerNotRestored:
+        if info is None or config.run.lost_weights == "refuse":  # without run.json, the run has another directory
+            raise
+        end_lost_run(directory, info.nonce)
+        print_warnings(
+            [f"the rest of run {config.run.name} on this cluster was ended, because no learner can continue it"]
+        )
     if restores is None:
         return choose
     try:

@@ -130,6 +130,11 @@ class RunSection(Section):
     max_restarts: Annotated[NonNegativeInt, PER_DEPLOYMENT] = 3
     """Number of times within an hour that `asyncrl up` or `asyncrl learner` starts again by itself after a process of
     the run has died. Each restart resumes the run from its newest checkpoint. 0 turns restarts off."""
+    lost_weights: Annotated[Literal["refuse", "new_run"], PER_DEPLOYMENT] = "refuse"
+    """What a learner does if its run still exists on the Ray cluster, but cannot go on: the run has failed, or its
+    learner was killed before the first checkpoint. `refuse`: the learner ends with an error that names `asyncrl down`.
+    `new_run`: the learner ends the rest of that run. Then it resumes the run from its newest checkpoint, or begins a
+    new run if there is none. For jobs that a scheduler submits again."""
     stop_when: StopWhenSection | None = None
     """The held-out reward at which the run ends. Unset: it trains `learner.total_steps` steps."""
 

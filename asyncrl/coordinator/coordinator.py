@@ -551,7 +551,7 @@ class Coordinator:
         if deployment.role is not Role.LEARNER or deployment == self.registry.learner:
             return
         name, step, state = self._config.run.name, self.buffer.version.step, self.registry.state
-        again = f"end the run with `asyncrl down {name}`, then start it again"
+        again = f"end the run with `asyncrl down {name}`, then start it again, or set run.lost_weights=new_run"
         if state in OVER or (state is RunState.CLOSING and not restores):
             why = f": {self.registry.message}" if self.registry.message else ""
             raise LearnerNotRestored(f"run {name!r} is {state}{why}; {again}")

@@ -330,6 +330,18 @@ def ask_to_end(name: str, *, grace_s: float) -> bool:
     return True
 
 
+def end_lost_run(directory: Path, nonce: str) -> None:
+    """Ends the shared actors of a run that no learner can continue. For `run.lost_weights = new_run`.
+
+    `directory` is the directory of the run, and `nonce` is in its run.json. Generators of the run end with the exit
+    code 75, as when the buffer dies, so that what started them starts them again. Raises AnotherRun, and ends nothing,
+    if the run on the joined cluster has another nonce. Raises ActorGone if the actors do not end within `END_S`
+    seconds.
+    """
+    check_directory(directory, nonce)
+    asyncio.run(_gone(end_actors(directory.name), namespace=directory.name))
+
+
 def end_run(name: str) -> list[str]:
     """Ends the run `name` on the joined cluster for good. Returns the names of its shared actors.
 

@@ -19,7 +19,14 @@ from asyncrl.data_plane import calls
 from asyncrl.deployment import cluster, shared_actors
 from asyncrl.deployment.resuming import no_checkpoint, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.errors import CheckpointDamaged, ClusterUnreachable, LearnerNotRestored, RunError, RunLocked
+from asyncrl.errors import (
+    AnotherRun,
+    CheckpointDamaged,
+    ClusterUnreachable,
+    LearnerNotRestored,
+    RunError,
+    RunLocked,
+)
 
 
 def config_in(path: Path) -> Config:
@@ -96,7 +103,7 @@ def test_a_directory_is_not_moved_aside_while_its_run_lives(
         if ended.endswith("damaged since"):
             (checkpoint / MANIFEST).write_bytes(b"x" * (checkpoint / MANIFEST).stat().st_size)
         if ended != "finished":
-            run.stopped("")
+            run.stopped()
 
     async def check(_: Config, *, restores: str | None = None, **__: object) -> None:
         assert restores in (None, run.nonce)
@@ -159,6 +166,45 @@ def test_a_head_that_does_not_come_back_is_an_error_that_a_restart_may_mend(
     assert refused.value.restart_mends
 
 
+@pytest.mark.fault("F6")
+@pytest.mark.parametrize("lost_weights", ["refuse", "new_run"])
+@pytest.mark.parametrize("directory", ["its own", "of another run", "none"])
+def test_a_run_without_weights_is_ended_only_with_the_key_and_only_by_a_learner_of_its_directory(
+    directory: str, lost_weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path), "lost_weights": lost_weights}})
+    nonce = "n0"
+    if directory != "none":
+        with RunDir.create(config) as run:
+            run.append_step(make_step(0))
+            run.stopped()
+        nonce = run.nonce if directory == "its own" else nonce
+    ended: list[str] = []
+
+    async def check(_: Config, **__: object) -> None:
+        if not ended:
+            raise LearnerNotRestored("run 'quick' has trained 1 steps; end the run")
+
+    def end(path: Path, wanted: str) -> None:
+        if wanted != nonce:
+            raise AnotherRun("another nonce")
+        ended.append(path.name)
+
+    monkeypatch.setattr(cluster, "join", lambda *_, **__: None)
+    monkeypatch.setattr(shared_actors, "check_admission", check)
+    monkeypatch.setattr(shared_actors, "end_lost_run", end)
+    if (directory, lost_weights) != ("its own", "new_run"):
+        with pytest.raises(AnotherRun if (directory, lost_weights) == ("of another run", "new_run") else RunError):
+            join_admitted("auto", config, choose=unfinished_run)
+        assert ended == []
+        return
+    choose = join_admitted("auto", config, choose=unfinished_run)
+    assert ended == ["quick"]
+    with RunDir.create(config, choose=choose) as again:
+        assert again.resumed is None, "the run has no checkpoint"
+        assert again.previous is not None
+
+
 def test_a_restart_means_at_and_fresh_again_until_the_run_has_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +231,7 @@ def test_a_start_from_a_checkpoint_prints_how_the_learning_rate_jumps(
             nonce=run.nonce, version=Version(1, 9), lineage=Lineage(), settings=settings, packages={}
         )
         write(folder_of(run.checkpoints, 9), manifest, fill=lambda _: None)
-        run.stopped("")
+        run.stopped()
     now = before.model_copy(update={"learner": before.learner.model_copy(update={"total_steps": 400})})
     showing = shown_run(now, role="up", console=Console(quiet=True), started_s=0.0, choose=unfinished_run)
     with showing as (run_dir, _):

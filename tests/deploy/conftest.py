@@ -16,3 +16,9 @@ def deploy() -> Path:
 @pytest.fixture
 def repository() -> Path:
     return REPOSITORY
+
+
+@pytest.fixture
+def importable_configs(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a test import the modules of configs/, as /tasks in the image."""
+    monkeypatch.syspath_prepend(repository / "configs")

@@ -22,11 +22,6 @@ def cluster(deploy: Path) -> dict[str, Any]:
     return dict(yaml.safe_load((deploy / "ray" / "cluster.yaml").read_text()))
 
 
-@pytest.fixture
-def importable_configs(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(repository / "configs")
-
-
 def test_it_is_what_rays_launcher_takes(cluster: dict[str, Any]) -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 

@@ -27,7 +27,7 @@ from asyncrl.data_plane import calls
 from asyncrl.data_plane.calls import control_placement
 from asyncrl.data_plane.rows import TRAIN_PARTITION
 from asyncrl.deployment import cluster, pool, shared_actors
-from asyncrl.errors import ActorGone, RunLocked, RunMismatch
+from asyncrl.errors import ActorGone, AnotherRun, RunLocked, RunMismatch
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
@@ -192,6 +192,35 @@ async def test_a_learner_that_restores_ends_a_buffer_whose_index_has_died(
     with pytest.raises(RunLocked):
         await shared_actors.open_data_plane(config, deployment=learner, restores=True)
     assert len(ended) == gone, "the run of a learner that lives is left alone"
+
+
+@pytest.mark.fault("F6")
+@pytest.mark.parametrize("nonce", ["n0", "n1"])
+def test_a_run_that_no_learner_can_continue_is_ended_from_its_own_directory_only(
+    nonce: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+    ids = iter([1, None])
+
+    async def run_nonce(_: object) -> str:
+        return "n0"
+
+    def end_actors(namespace: str) -> dict[str, int]:
+        ended.append(namespace)
+        return {"buffer": 1}
+
+    monkeypatch.setattr(shared_actors, "find_run", lambda _: SimpleNamespace(call=run_nonce))
+    monkeypatch.setattr(shared_actors, "end_actors", end_actors)
+    monkeypatch.setattr(shared_actors, "_actor_id", lambda *_: next(ids))
+    monkeypatch.setattr(shared_actors, "POLL_S", 0.0)
+    if nonce == "n1":
+        with pytest.raises(AnotherRun):
+            shared_actors.end_lost_run(Path("runs/quick"), nonce)
+        assert ended == []
+        return
+    shared_actors.end_lost_run(Path("runs/quick"), nonce)
+    assert ended == ["quick"]
+    assert next(ids, "asked until it had ended") == "asked until it had ended"
 
 
 class AttachedCluster:

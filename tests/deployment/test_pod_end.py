@@ -1,0 +1,99 @@
+"""A pod's preStop command stops the job, or drains the replicas of its node, and waits for their end."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.job_submission import JobStatus
+
+from asyncrl.deployment import pod_end
+
+
+class Jobs:
+    """Ray's API for jobs. A job that is stopped goes on for `saving` questions, in which a learner saves."""
+
+    def __init__(self, statuses: dict[str | None, JobStatus], *, saving: int = 0) -> None:
+        self.statuses, self.saving = statuses, saving
+        self.stopped: list[str] = []
+
+    def list_jobs(self) -> list[Any]:
+        return [SimpleNamespace(submission_id=job, status=status) for job, status in self.statuses.items()]
+
+    def stop_job(self, job: str) -> None:
+        self.stopped.append(job)
+
+    def get_job_status(self, job: str) -> JobStatus:
+        if job in self.stopped and self.saving == 0:
+            return JobStatus.STOPPED
+        self.saving -= job in self.stopped
+        return self.statuses[job]
+
+
+def test_the_command_waits_until_the_running_job_has_ended_and_leaves_ended_ones_alone() -> None:
+    # A driver that was not submitted as a job has no submission id.
+    jobs = Jobs({"now": JobStatus.RUNNING, "before": JobStatus.FAILED, None: JobStatus.RUNNING}, saving=3)
+    slept: list[float] = []
+    assert pod_end.stop_jobs(jobs, sleep=slept.append) == ["now"]  # type: ignore[arg-type]
+    assert jobs.stopped == ["now"]
+    assert len(slept) == 3
+
+
+def row(name: str, *, kind: str = "GeneratorActor", node: str = "n1", state: str = "ALIVE") -> dict[str, Any]:
+    return {"Name": name, "ActorClassName": kind, "State": state, "Address": {"NodeID": node}}
+
+
+def test_the_replicas_of_the_node_are_drained_and_the_command_waits_for_their_actors() -> None:
+    table = {
+        "1": row("here"), "2": row("ended", state="DEAD"), "3": row("there", node="n2"), "4": row("other", kind="Rank"),
+    }  # fmt: skip
+    drained: list[str] = []
+    slept: list[float] = []
+
+    def actor(name: str) -> Any:
+        return SimpleNamespace(drain=SimpleNamespace(remote=lambda: drained.append(name)))
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 2:
+            table["1"] = row("here", state="DEAD")
+            table["5"] = row("here again")  # its deployment has started it again, before the node was closed
+
+    assert pod_end.drain_replicas("n1", table=lambda: table, actor=actor, sleep=sleep) == ["here"]
+    assert drained == ["here"]
+    assert len(slept) == 2
+
+
+@pytest.mark.parametrize("arguments", [["job"], ["replicas"]])
+def test_a_pod_whose_cluster_has_ended_already_ends_at_once(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def gone(*_: object, **__: object) -> None:
+        raise ConnectionError("no head")
+
+    monkeypatch.setattr(pod_end, "JobSubmissionClient", gone)
+    monkeypatch.setattr(pod_end.ray, "init", gone)
+    assert pod_end.main(arguments) == 0
+    assert "nothing was drained" in capsys.readouterr().err
+
+
+def test_the_job_is_stopped_at_the_head_that_kuberay_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def client(address: str) -> Jobs:
+        asked.append(address)
+        return Jobs({})
+
+    monkeypatch.setattr(pod_end, "JobSubmissionClient", client)
+    monkeypatch.setenv("FQ_RAY_IP", "quick-head-svc.asyncrl.svc.cluster.local")
+    assert pod_end.main(["job"]) == 0
+    monkeypatch.delenv("FQ_RAY_IP")
+    assert pod_end.main(["job"]) == 0
+    assert asked == ["http://quick-head-svc.asyncrl.svc.cluster.local:8265", "http://127.0.0.1:8265"]
+    assert capsys.readouterr().out == "pod_end: ended nothing\n" * 2
+
+
+def test_other_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pod_end.main([]) == 2
+    assert "use `job` or `replicas`" in capsys.readouterr().err
