@@ -1,4 +1,5 @@
-"""`python dashboards/build.py [--check]` writes the three dashboards as JSON, or checks that the files are up to date.
+"""`python dashboards/build.py [--check]` writes the three dashboards as JSON, and the alert rules of
+deploy/prometheus/rules as an object of the Prometheus operator; or checks that the files are up to date.
 
 The JSON is sorted and has fixed uids, so that a changed panel changes few lines. Grafana loads the files by
 deploy/grafana/provisioning. A file can also be imported by hand, because the data source is a variable.
@@ -12,12 +13,14 @@ from types import ModuleType
 import flow
 import learning
 import overview
+import yaml
 from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import dashboard as models
 from panels import DATASOURCE, RUN, STEPS
 
 FOLDER = Path(__file__).parent
+DEPLOY = FOLDER.parent / "deploy"
 BOARDS: dict[str, ModuleType] = {"overview": overview, "flow": flow, "learning": learning}
 TAG = "asyncrl"
 RESTART_FIELDS = {"useValueForTime": True, "titleFormat": "the run was resumed", "step": "10s"}
@@ -95,11 +98,26 @@ def _values(name: str, label: str, query: str) -> dashboard.QueryVariable:
     )
 
 
+def rules() -> str:
+    """Returns the rules of deploy/prometheus/rules as one PrometheusRule of the Prometheus operator."""
+    files = sorted((DEPLOY / "prometheus" / "rules").glob("*.yml"))
+    groups = [group for file in files for group in yaml.safe_load(file.read_text(encoding="utf-8"))["groups"]]
+    rule = {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "asyncrl"},
+        "spec": {"groups": groups},
+    }
+    header = "# `python dashboards/build.py` writes this file from deploy/prometheus/rules.\n"
+    return header + yaml.safe_dump(rule, sort_keys=False, allow_unicode=True, width=120)
+
+
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0, or 1 when `--check` finds a file out of date."""
     check, stale = arguments == ["--check"], []
-    for name, module in BOARDS.items():
-        path, text = FOLDER / f"{name}.json", board(module)
+    files = {FOLDER / f"{name}.json": board(module) for name, module in BOARDS.items()}
+    files[DEPLOY / "kuberay" / "monitoring" / "rules.yaml"] = rules()
+    for path, text in files.items():
         if not check:
             path.write_text(text, encoding="utf-8")
         elif not path.exists() or path.read_text(encoding="utf-8") != text:

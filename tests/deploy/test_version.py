@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-NAMED = re.compile(r"(?:asyncrl:|newTag: |tag `)(\d[\w.]*)-(?:cpu|gpu)\b")
+NAMED = re.compile(r"(?:asyncrl:|tag `)(\d[\w.]*)-(?:cpu|gpu)\b")
 """Matches a tag of an image, as in `asyncrl:0.2.0-cpu`. The group is the version."""
 
 
@@ -24,8 +24,7 @@ def test_the_images_have_the_version_as_their_tag(repository: Path, deploy: Path
     assert named == {name: {version} for name in named}
     assert {
         "deploy/README.md", "deploy/compose/compose.yaml", "deploy/docker/Dockerfile", "deploy/ray/cluster.yaml",
-        "deploy/kuberay/overlays/cpu/kustomization.yaml", "deploy/kuberay/overlays/gpu/kustomization.yaml",
-        "deploy/kuberay/overlays/own-task/kustomization.yaml",
+        "deploy/kuberay/quickstart/values.yaml", "deploy/kuberay/gpu-1/values.yaml", "deploy/kuberay/gpu-8/values.yaml",
     } == set(named)  # fmt: skip
 
 
