@@ -62,11 +62,7 @@ def drain_replicas(
 
 def _on(row: Mapping[str, Any], node: str) -> bool:
     """Returns whether the row of Ray's table is a living actor of a replica on the Ray node."""
-    return (
-        row["ActorClassName"] == GeneratorActor.__name__
-        and row["State"] == "ALIVE"
-        and row["Address"]["NodeID"] == node
-    )
+    return (row["ActorClassName"], row["State"], row["Address"]["NodeID"]) == (GeneratorActor.__name__, "ALIVE", node)
 
 
 def named_replica(name: str) -> Any:
