@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
-from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]  # made at import
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from asyncrl.generation.actor import GeneratorActor
@@ -76,7 +76,7 @@ def named_replica(name: str) -> Any:
 
 def close_node(node: str, address: str) -> None:
     """Makes Ray place no new actors on a Ray node: a replica that is started again must not come back to it."""
-    ray._raylet.GcsClient(address=address).drain_node(
+    ray._raylet.GcsClient(address=address).drain_node(  # type: ignore[attr-defined]  # a Cython class
         node, DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"), "the pod ends", 0
     )
 
