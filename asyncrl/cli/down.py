@@ -1,6 +1,8 @@
 """`asyncrl down`: ends a run, or the remaining processes of a run that was killed."""
 
+import contextlib
 import signal
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -10,13 +12,15 @@ import typer
 from asyncrl.cli.options import RunningAddress, RunningRun, named_address
 from asyncrl.cli.terminal import print_warnings, say
 from asyncrl.config.schema import RunSection
-from asyncrl.errors import AsyncRLError, ClusterElsewhere, RunError
-from asyncrl.learner.records import read_config
+from asyncrl.errors import AsyncRLError, ClusterElsewhere, ClusterUnreachable, RunError
+from asyncrl.learner.records import known_info, read_config
 
 CLOSE_S = 60.0
 """Time beyond `run.shutdown_grace_s` that `down` waits for the end of a run, seconds."""
 KILLED_S = 10.0
 """Time that a process has to end after a second signal, before it is killed, seconds."""
+POLL_S = 0.2
+"""Time between two looks whether the process has closed the run's directory, seconds."""
 
 Now = Annotated[
     bool, typer.Option("--now", help="End the run at once: what it has trained since its newest checkpoint is lost.")
@@ -46,7 +50,7 @@ def down(run: RunningRun, address: RunningAddress = None, now: Now = False) -> N
     directory, named = named_run(run), named_address(address)
     grace_s = _grace_s(directory)
     if named is None and (process := process_of(directory)) is not None:
-        _end_process(process, directory.name, grace_s=grace_s, now=now)
+        _end_process(directory, process, grace_s=grace_s, now=now)
         lines = [*filter(None, [ended_run(directory)]), *clear(directory)]
     else:
         lines = clear(directory)
@@ -63,7 +67,8 @@ def down(run: RunningRun, address: RunningAddress = None, now: Now = False) -> N
             join(where, namespace=directory.name, folder=directory.parent)
             if named is None and info is not None:
                 check_directory(directory, info.nonce)
-            if not now and not ask_to_end(directory.name, grace_s=grace_s):
+            lives = named is not None or info is None or running
+            if lives and not now and not ask_to_end(directory.name, grace_s=grace_s):
                 raise _still_ending(directory.name, grace_s)
             if ended := end_run(directory.name):
                 lines.append(f"ended {', '.join(ended)}")
@@ -71,9 +76,10 @@ def down(run: RunningRun, address: RunningAddress = None, now: Now = False) -> N
             if running:
                 raise
             print_warnings([str(error)])
-        except RunError:
+        except RunError as error:
             if named is not None or running:
-                raise
+                # A wrong address is not mended by another call, so the exit code is not that of ClusterUnreachable.
+                raise RunError(str(error)) if isinstance(error, ClusterUnreachable) else error from None
         if named is None and not lines:
             check_there(directory)
     say("\n".join(lines) or f"run {directory.name} had no processes and no files to remove")
@@ -88,21 +94,32 @@ def _grace_s(directory: Path) -> float:
     return config.shutdown_grace_s + CLOSE_S
 
 
-def _end_process(process: psutil.Process, name: str, *, grace_s: float, now: bool) -> None:
-    """Ends a run that lives on this machine by signals to its process."""
+def _end_process(directory: Path, process: psutil.Process, *, grace_s: float, now: bool) -> None:
+    """Ends a run that lives on this machine by signals to its process. Waits until the process has closed the run's
+    directory: a notebook outlives its run."""
+    from asyncrl.deployment.known_runs import process_of
+
+    info = known_info(directory)
     try:
-        process.send_signal(signal.SIGINT)
+        if now or info is None or info.exit_reason is None:  # to a run that is ending, it would be a second signal
+            process.send_signal(signal.SIGINT)
         if now:
             process.send_signal(signal.SIGTERM)  # another signal than the first is a second one
-            psutil.wait_procs([process], timeout=KILLED_S)
-            process.kill()
-            return
-        say(f"asked run {name} to end: it finishes its step and saves its weights")
-        process.wait(timeout=grace_s)
+        else:
+            say(f"asked run {directory.name} to end: it finishes its step and saves its weights")
+        deadline_s = time.monotonic() + (KILLED_S if now else grace_s)
+        while process_of(directory) == process:
+            if time.monotonic() > deadline_s:
+                if not now:
+                    raise _still_ending(directory.name, grace_s)
+                process.kill()
+            time.sleep(POLL_S)  # polls another process
+        with contextlib.suppress(psutil.TimeoutExpired):
+            process.wait(KILLED_S)
     except psutil.NoSuchProcess:
-        return
-    except psutil.TimeoutExpired:
-        raise _still_ending(name, grace_s) from None
+        pass
+    except psutil.AccessDenied:
+        raise RunError(f"run {directory.name} is of another user, who can end it") from None
 
 
 def _still_ending(name: str, grace_s: float) -> RunError:

@@ -11,7 +11,7 @@ import typer
 
 from asyncrl.cli.options import Address, AllowPublic, ConfigFiles, Overrides, ray_address
 from asyncrl.cli.preflight import prepared
-from asyncrl.cli.restarts import PREEMPTED
+from asyncrl.cli.restarts import PREEMPTED, asked_to_end
 from asyncrl.cli.start import run_generators
 from asyncrl.common.roles import Role, RunState
 from asyncrl.deployment.launch import log_to, run_until_done
@@ -37,9 +37,14 @@ def generator(
     config, prompts = prepared(files, overrides, roles=[Role.GENERATOR], allow_public=allow_public)
 
     signals: list[signal.Signals] = []
+
+    def asked(number: signal.Signals) -> None:
+        asked_to_end()
+        signals.append(number)
+
     with log_to(None):
         run = partial(run_generators, config, address=ray_address(config, address), prompts=prompts)
-        state = run_until_done(run, asked=signals.append)
+        state = run_until_done(run, asked=asked)
         logger.info("generators ended")
-    if state is RunState.PREEMPTED or signal.SIGTERM in signals:
+    if state is RunState.PREEMPTED or (state is None and signal.SIGTERM in signals):
         raise typer.Exit(PREEMPTED)

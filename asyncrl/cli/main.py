@@ -5,7 +5,8 @@ Each command has its own module in this package, with a function of the same nam
 Typer `app` instead.
 
 Exit codes: 0 for success, 1 for an error of the run, 2 for an error in options or configuration, 75 if a process or a
-connection of the run failed, so that a restart may succeed, 130 if the process ended at once: by a second signal, or
+connection of the run failed, so that a restart may succeed, 76 if SIGTERM ended the run in order before its last step,
+130 if the process ended at once: by a second signal, or
 because its start did not end within `run.shutdown_grace_s`.
 """
 

@@ -120,15 +120,16 @@ def report_death() -> None:
     """Returns in a child process, which runs the command. This process waits for it and then exits with its exit code.
 
     If the child ends without a call of `ends_on_purpose` or a signal from outside, it was killed, or Ray has ended it:
-    Ray calls `_exit(1)` in a process that has not reached the head of its cluster for 60 s. This process then says so,
-    and exits with `RESTART_MENDS`. Must be called as `supervise`.
+    Ray calls `_exit(1)` in a process that has not reached the head of its cluster for 60 s. This process then prints
+    this, and exits with `RESTART_MENDS`. A crash, such as SIGSEGV, keeps its code: the next process may crash too. Must
+    be called as `supervise`.
     """
     ending = _ending_signals()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*ending, signal.SIGCHLD})
     if (ended := _child(ending, before)) is None:
         return
     code, asked = ended
-    if asked or _asked[0] or _on_purpose[0]:
+    if asked or _asked[0] or _on_purpose[0] or (code < 0 and code != -signal.SIGKILL):
         _exit(code)
     print(
         f"the process of this command was ended by {_how(code)}, and has not ended itself: it was killed, or Ray has "

@@ -132,11 +132,15 @@ def run_in_terminal(
             restarts.asked_to_end()
             asked_to_end(run_dir, config.run.shutdown_grace_s, number)
 
-        summary = run_until_done(
-            partial(run, config, run_dir=run_dir, screen=screen, prompts=prompts, new_parts=new_parts),
-            asked=asked,
-            at_once=[show_cursor, partial(ended_at_once, run_dir)],
-        )
+        try:
+            summary = run_until_done(
+                partial(run, config, run_dir=run_dir, screen=screen, prompts=prompts, new_parts=new_parts),
+                asked=asked,
+                at_once=[show_cursor, partial(ended_at_once, run_dir)],
+            )
+        finally:
+            if run_dir.asked:  # by `asyncrl down` on another machine, too
+                restarts.asked_to_end()
     preempted = run_dir.end is RunState.PREEMPTED
     print_outcome(summary, run_dir.path, config=config, again=again)
     if summary is None or preempted:
@@ -343,7 +347,8 @@ async def run_learner(
 
     def starts_again() -> bool:
         # TransferQueue's index of the rows dies with the learner's process, so no generator can go on.
-        return config.data_plane.backend != "transfer_queue" and restarts.restarts() < config.run.max_restarts
+        may_start = config.data_plane.backend != "transfer_queue" and restarts.restarts() < config.run.max_restarts
+        return may_start and not run_dir.asked
 
     parts = new_parts()
     run_dir.started_ray(parts.joined_address())

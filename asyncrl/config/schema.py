@@ -131,10 +131,10 @@ class RunSection(Section):
     """Number of times within an hour that `asyncrl up` or `asyncrl learner` starts again by itself after a process of
     the run has died. Each restart resumes the run from its newest checkpoint. 0 turns restarts off."""
     lost_weights: Annotated[Literal["refuse", "new_run"], PER_DEPLOYMENT] = "refuse"
-    """What a learner does if its run still exists on the Ray cluster, but cannot go on: the run has failed, or its
-    learner was killed before the first checkpoint. `refuse`: the learner ends with an error that names `asyncrl down`.
-    `new_run`: the learner ends the rest of that run. Then it resumes the run from its newest checkpoint, or begins a
-    new run if there is none. For jobs that a scheduler submits again."""
+    """What a learner does if its run still exists on the Ray cluster, but cannot go on: the run has ended or failed, or
+    its learner was killed before the first checkpoint. `refuse`: the learner ends with an error that names
+    `asyncrl down`. `new_run`: the learner ends the rest of that run. Then it resumes the run from its newest
+    checkpoint, or begins a new run if there is none. For jobs that a scheduler submits again."""
     stop_when: StopWhenSection | None = None
     """The held-out reward at which the run ends. Unset: it trains `learner.total_steps` steps."""
 
@@ -800,7 +800,7 @@ class CheckpointSection(Section):
     """Number of checkpoints to keep. When a newer checkpoint is complete, older ones are deleted."""
     keep_every: NonNegativeInt = 0
     """Checkpoints of each multiple of so many steps are kept, too, e.g. for evaluations after the run. It is a multiple
-    of `every_steps`. 0: none."""
+    of `every_steps`. A checkpoint that was postponed to another step is not kept. 0: none."""
     keep_best: NonNegativeInt = 0
     """Number of checkpoints with the highest held-out rewards to keep in addition to the newest ones. The evaluation
     that was due after a step belongs to the checkpoint of that step. Of `every_steps` and `eval.every_steps`, one must

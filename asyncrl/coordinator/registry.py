@@ -74,12 +74,14 @@ class EndpointChanges(msgspec.Struct, frozen=True, kw_only=True):
         return {name: address for name, address in merged.items() if address}
 
 
-def _other_versions(deployment: Deployment, first: Deployment) -> Iterator[str]:
+def _other_versions(deployment: Deployment, first_with: Mapping[str, Deployment]) -> Iterator[str]:
     """Yields an error for each package of which the first two parts of the version differ between `deployment` and
-    `first`, the deployment that began the run. A package that only one of the two has is not compared."""
+    the first deployment of the run that has the package, by package in `first_with`. A learner may lack vLLM."""
     for package, version in deployment.versions.items():
-        begun = first.versions.get(package)
-        if begun is not None and version.split(".")[:2] != begun.split(".")[:2]:
+        if (first := first_with.get(package)) is None:
+            continue
+        begun = first.versions[package]
+        if version.split(".")[:2] != begun.split(".")[:2]:
             yield (
                 f"{deployment.host} has {package} {version}, but the run was started on {first.host} with {package} "
                 f"{begun}: the first two parts of the version must be equal; install {package} {begun} on "
@@ -114,7 +116,7 @@ class Registry:
         self._fingerprint: tuple[str, str] | None = None
         self._progress_at_s = clock()
         self.state, self.message = RunState.STARTING, ""
-        self._first: Deployment | None = None  # the first one that was admitted
+        self._first_with: dict[str, Deployment] = {}  # the first deployment with a package, by package
         self.learner: Deployment | None = None
         self.learner_state_seconds: dict[str, float] = {}
         self._asked_to_end = False
@@ -129,7 +131,8 @@ class Registry:
 
     def attach(self, deployment: Deployment) -> None:
         """Admits a deployment for which `check` raised no error. A learner replaces the earlier learner for good."""
-        self._first = self._first or deployment
+        for package in deployment.versions:
+            self._first_with.setdefault(package, deployment)
         if deployment.role is Role.LEARNER:
             if self.learner is not None:
                 self._members.pop(self.learner.id, None)
@@ -150,9 +153,8 @@ class Registry:
                 "the earlier run of this name has ended, and its last deployment is ending the run's processes; start "
                 "this command again in some seconds. If this message stays, end the run with `asyncrl down` first"
             )
-        if self._first is not None:
-            for mismatch in _other_versions(deployment, self._first):
-                raise RunMismatch(mismatch)
+        for mismatch in _other_versions(deployment, self._first_with):
+            raise RunMismatch(mismatch)
         key = first_difference(self._shared, shared)
         if key is not None:
             raise RunMismatch(

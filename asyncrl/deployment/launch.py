@@ -95,9 +95,9 @@ def run_until_done(
     sets `stop`.
 
     The second SIGTERM or SIGINT calls each function of `at_once` and then exits the process. The same signal within
-    `SAME_SIGNAL_S` seconds is not a second one. SIGHUP, which a closed terminal sends, is neither the first nor the
-    second: the kernel and the shell may both send one. If the process was started with SIGHUP ignored (`nohup`), SIGHUP
-    stays ignored.
+    `SAME_SIGNAL_S` seconds is not a second one. SIGHUP, which a closed terminal sends, does not count for this: the
+    kernel and the shell may both send one, and a signal after it is not a second one. If the process was started with
+    SIGHUP ignored (`nohup`), SIGHUP stays ignored.
 
     `main` runs in a thread of its own, and the calling thread, which must be the main thread, handles the signals. So
     they are handled too while `main` blocks its event loop: starting Ray and importing torch take seconds.
@@ -224,7 +224,7 @@ def sigterm_interrupts() -> Iterator[None]:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     signal.alarm(0)  # cancels the alarm with which Ray's handler would abort the process after 3 s
-    raise KeyboardInterrupt
+    raise KeyboardInterrupt(signal.Signals(number))
 
 
 def attended_run(
@@ -259,7 +259,9 @@ def attended_run(
     except BaseException as error:
         interruption = error
         try:
-            run_dir.asked_to_end("a call" if isinstance(error, Exception) else "SIGINT")
+            by = error.args[0] if isinstance(error, KeyboardInterrupt) and error.args else signal.SIGINT
+            name = "an error of a callback" if isinstance(error, Exception) else by.name
+            run_dir.asked_to_end(name, from_outside=by is signal.SIGTERM)
             with contextlib.suppress(RuntimeError):  # the loop is closed, because the training has just ended
                 loop.call_soon_threadsafe(stop.set)
             for _ in _until_ended(calls):  # the calls that are left are not made

@@ -186,12 +186,14 @@ def require_token() -> None:
 
 def check_token_file() -> None:
     """Raises RunError if Ray takes its token from a file that other users have any right on: with the token, they can
-    run code as this user. With the usual umask, Ray's command that generates a token makes such a file."""
+    run code as this user. With the usual umask, Ray's command that generates a token makes such a file. The group of a
+    file that another user owns may read it: Kubernetes gives a volume with a secret to root and to the pod's group."""
     path = _token_file()
     if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_MODE", "token") != "token" or not path.is_file():
         return
-    mode = stat.S_IMODE(path.stat().st_mode)
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+    found = path.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & stat.S_IRWXO or (mode & stat.S_IRWXG and found.st_uid == os.getuid()):
         raise RunError(
             f"Ray's token in {path} has mode {mode:04o}, so other users can use it to run code as you; run `chmod 600 "
             f"{path}`, or, where modes cannot be set, put the token into RAY_AUTH_TOKEN. If others may have read it, "

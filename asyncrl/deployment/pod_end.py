@@ -8,6 +8,7 @@ command still waits. So this module has no deadlines of its own. It ends at once
 head has ended then, and nothing is left to drain.
 """
 
+import contextlib
 import os
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 import ray
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]  # made at import
+from ray.exceptions import RayError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from asyncrl.generation.actor import GeneratorActor
@@ -54,7 +56,8 @@ def drain_replicas(
     """
     found = {id: row for id, row in table().items() if _on(row, node)}
     for row in found.values():
-        actor(row["Name"]).drain.remote()
+        with contextlib.suppress(ValueError):  # it has ended meanwhile
+            actor(row["Name"]).drain.remote()
     while any(_on(row, node) for id, row in table().items() if id in found):
         sleep(POLL_S)
     return [row["Name"] for row in found.values()]
@@ -95,7 +98,7 @@ def main(arguments: list[str]) -> int:
         else:
             print(f"pod_end: unknown arguments {arguments}; use `job` or `replicas`", file=sys.stderr)
             return 2
-    except (ConnectionError, RuntimeError) as error:
+    except (OSError, RuntimeError, RayError) as error:
         print(f"pod_end: nothing was drained, because Ray does not answer: {error}", file=sys.stderr)
         return 0
     print(f"pod_end: ended {', '.join(ended) or 'nothing'}")

@@ -193,6 +193,8 @@ class RunDir(RecordSink):
         self._writing = threading.RLock()
         self._samples_failing = False
         self._end: tuple[State, str] = ("finished", "done")
+        self.asked = False
+        """Whether the run was asked to end."""
         self._asked_by, self._from_outside = "a signal", False
         self.steps_written = 0
 
@@ -295,7 +297,7 @@ class RunDir(RecordSink):
 
         The run is closing then. If something kills it before it has closed, run.json still has the reason of the end.
         """
-        self._asked_by, self._from_outside = by, from_outside
+        self.asked, self._asked_by, self._from_outside = True, by, from_outside
         self._note("the request to end", exit_reason=f"asked to end by {by}")
 
     def append_step(self, record: StepRecord) -> None:
@@ -385,7 +387,8 @@ class RunDir(RecordSink):
             return
         try:
             if isinstance(error, KeyboardInterrupt):  # in `asyncrl.run`, or before `run_until_done` handles Ctrl-C
-                self.close(state="stopped", reason=f"asked to end by {self._asked_by}, before the first step")
+                self.stopped()
+                self.close(state=self._end[0], reason=self._end[1])
             self.close(state="failed", reason=redacted(f"{type(error).__name__}: {error}"))
         except OSError as unwritten:
             logger.error("run.json was not updated with the end of the run: %s", unwritten)

@@ -34,7 +34,7 @@ from asyncrl.data_plane.row_store import PARTITIONS, STORE_PREFIX
 from asyncrl.data_plane.rows import TRAIN_PARTITION, open_client
 from asyncrl.deployment.cluster import placed, ray_nodes
 from asyncrl.deployment.run_dir import joint_versions
-from asyncrl.errors import ActorGone, AnotherRun, Fenced, RunEnded, RunError, RunLocked
+from asyncrl.errors import ActorGone, AnotherRun, CallTimeout, Fenced, RunEnded, RunError, RunLocked
 from asyncrl.weights.store import WeightClient, WeightStore
 
 logger = logging.getLogger(__name__)
@@ -276,9 +276,9 @@ async def keep_attached(
     """Sends the coordinator a heartbeat of this deployment every `every_s` seconds, until it is cancelled.
 
     A learner sends its seconds by state with it. `asked_to_end` is called after each heartbeat of a learner whose run
-    `asyncrl down` asked to end. A failed heartbeat is logged and sent again: if the coordinator is
-    dead, the calls that need an answer from it raise the error. A learner gets Fenced if another learner has replaced
-    it, and RunEnded if `asyncrl down` ended the run.
+    `asyncrl down` asked to end. A failed heartbeat is logged and sent again: if the coordinator is dead, the calls that
+    need an answer from it raise the error. A learner gets Fenced if another learner has replaced it, and RunEnded if
+    `asyncrl down` ended the run.
     """
     while True:
         try:
@@ -317,16 +317,20 @@ def ask_to_end(name: str, *, grace_s: float) -> bool:
     """Asks the learner of the run `name` on the joined cluster to end the run, as Ctrl-C does. Waits until the learner
     has left, at most `grace_s` seconds.
 
-    Returns whether the run has no learner now. It is True, too, if there was none, or if there is no such run.
+    Returns whether the run has no learner now. It is True, too, if there was none, or if there is no such run. Raises
+    CallTimeout if the coordinator does not answer.
     """
-    with contextlib.suppress(RunError):  # there is no such run, or its buffer is dead already
+    deadline_s = time.monotonic() + grace_s
+    try:
         run = find_run(name)
-        deadline_s = time.monotonic() + grace_s
-        attached = asyncio.run(run.call(Registry.ask_to_end))
-        while attached and time.monotonic() < deadline_s:
+        while asyncio.run(run.call(Registry.ask_to_end)):  # again and again: a learner may have started again meanwhile
+            if time.monotonic() > deadline_s:
+                return False
             time.sleep(POLL_S)  # polls another process
-            attached = any(each.role is Role.LEARNER for each in asyncio.run(run.call(Registry.live)))
-        return not attached
+    except CallTimeout:
+        raise
+    except RunError:  # there is no such run, or its buffer is dead already
+        pass
     return True
 
 

@@ -33,7 +33,7 @@ from asyncrl.common.version import Lineage, Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.coordinator import SWEEP_EVERY_S, Coordinator
-from asyncrl.coordinator.registry import AbleReplicas, Deployment, ReplicaReport
+from asyncrl.coordinator.registry import AbleReplicas, Attachment, Deployment, ReplicaReport
 from asyncrl.coordinator.status import BriefStatus, Restored, RunSnapshot
 from asyncrl.data.prompts import Task, prompt_data
 from asyncrl.errors import DatasetError, FailureClass, Fenced, LearnerNotRestored, RunLocked, RunMismatch
@@ -619,7 +619,7 @@ async def test_every_call_of_a_learner_that_was_replaced_is_refused_and_changes_
         before.state,
         before.published,
     )
-    assert not coordinator.registry.keep(FIRST.id)
+    assert coordinator.registry.keep(FIRST.id) is Attachment.GONE
     # The groups of the first learner stay, because version 1.0 is an ancestor of incarnation 2.
     assert await coordinator.lease(2, wait_s=0.0) == msgspec.structs.replace(lease, incarnation=2)
     assert (await coordinator.ack(2, 0)).status.version == Version(2, 1)

@@ -58,6 +58,16 @@ def test_a_deployment_with_another_version_is_refused_with_both_versions_and_bot
     assert members.live() == [learner]
 
 
+def test_generators_are_compared_with_each_other_where_the_learner_lacks_the_package() -> None:
+    members, shared = registry(Clock()), {"staleness.max_versions": 2, "run.seed": 0}
+    for number, versions in enumerate([{"torch": "2.13.0"}, {"torch": "2.13.1", "vllm": "0.32.0"}]):
+        members.attach(msgspec.structs.replace(deployment(f"d{number}", Role.GENERATOR), versions=versions))
+    with pytest.raises(RunMismatch, match=r"vllm 0.33.0, but .* vllm 0.32.0"):
+        members.check(
+            msgspec.structs.replace(deployment("g", Role.GENERATOR), versions={"vllm": "0.33.0"}), shared=shared
+        )
+
+
 @pytest.mark.parametrize(
     "versions",
     [

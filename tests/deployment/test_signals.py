@@ -14,6 +14,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from asyncrl.cli import down
 from asyncrl.cli.main import app
 from asyncrl.cli.restarts import PREEMPTED
 from asyncrl.deployment import cluster
@@ -175,6 +176,19 @@ def test_down_ends_a_run_that_lives_here_as_ctrl_c_does_and_waits_for_its_end(tm
     assert "run quick stopped" in answer.output
     assert started.written().items() >= (ENDED | {"exit_reason": "asked to end by SIGINT, after step 1 of 9"}).items()
     assert process_of(started.path) is None
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_a_second_down_is_no_second_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = Started(tmp_path, closes=False)
+    threading.Thread(target=started.read_on, daemon=True).start()
+    monkeypatch.setattr(down, "CLOSE_S", -20.0)  # `run.shutdown_grace_s` is 20 s
+    for _ in range(2):
+        answer = CliRunner().invoke(app, ["down", str(started.path)])
+        assert "has not ended after 0 s" in answer.output
+    assert (started.process.poll(), started.written()["exit_reason"]) == (None, "asked to end by SIGINT")
+    started.process.kill()
+    started.process.wait(60)
 
 
 @pytest.mark.usefixtures("no_ray")
