@@ -33,6 +33,15 @@ ROWS = {
             span=8,
         ),
         number(
+            "Health notes",
+            "Number of health notes, and which: what is wrong with the training. `asyncrl status RUN` says since when, "
+            "why, and where to look.",
+            Query(f"sum(max by (note) (asyncrl_learner_health_note{{{RUN}}}))", "notes"),
+            Query(f"max by (note) (asyncrl_learner_health_note{{{RUN}}} > 0)", "{{note}}"),
+            unit="none",
+            thresholds=[(None, HEALTHY), (1, DOUBTFUL)],
+        ),
+        number(
             "Step",
             "The learner's version: the number of trained steps.",
             Query(now("asyncrl_learner_policy_version", RUN), "step"),
