@@ -19,6 +19,7 @@ from asyncrl.config.schema import Config
 from asyncrl.deployment.known_runs import address_of, best_checkpoint, dead_runs, newest_weights
 from asyncrl.deployment.resuming import Choice, no_checkpoint, unfinished_run
 from asyncrl.errors import AsyncRLError
+from asyncrl.run_files import OF_DAMAGED_FILES
 
 if TYPE_CHECKING:
     from asyncrl.deployment.run_dir import RunDir
@@ -219,7 +220,7 @@ def print_notes(run_dir: Path) -> None:
 
     try:
         notes = read_run(run_dir).view.notes
-    except (AsyncRLError, OSError):  # unreadable records must not turn a finished run into a failed one
+    except (AsyncRLError, *OF_DAMAGED_FILES):  # unreadable records must not turn a finished run into a failed one
         return
     for note in notes:
         say(note.sentence, label="warning:", color="yellow")

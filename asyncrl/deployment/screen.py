@@ -13,7 +13,7 @@ from asyncrl.deployment.learner_log import LearnerLog
 from asyncrl.learner.records import RecordSink
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.views.live import LiveView
-from asyncrl.views.run_view import run_view
+from asyncrl.views.run_view import RunView, run_view
 from asyncrl.views.setting import setting_of
 
 logger = logging.getLogger(__name__)
@@ -89,6 +89,9 @@ class LearnerDisplay:
     phase: Callable[[], str] = lambda: "starting the buffer"
     failures: Callable[[], Mapping[str, int]] = dict
     hidden_tags: tuple[str, ...] = ()
+    _seen: tuple[object, ...] = field(default=(), init=False)
+    """What the last view was made from."""
+    _run: RunView = field(default_factory=RunView, init=False)
 
     def enter(self, phase: str) -> None:
         """Sets the phase and shows it at once, because the next call may block the event loop for long."""
@@ -96,15 +99,20 @@ class LearnerDisplay:
         self.show()
 
     def show(self) -> None:
-        run = run_view(
-            self.log.steps,
-            recent=True,
-            evals=self.log.evals,
-            setting=setting_of(self.config, cores=self.cores(), hidden_tags=self.hidden_tags),
-            failures=self.failures(),
+        self._update()
+        self.metrics.health(note.concern for note in self._run.notes)
+        self.screen.show(
+            LiveView(config=self.config, phase=self.phase(), elapsed_s=self.screen.elapsed_s, run=self._run)
         )
-        self.metrics.health(note.concern for note in run.notes)
-        self.screen.show(LiveView(config=self.config, phase=self.phase(), elapsed_s=self.screen.elapsed_s, run=run))
+
+    def _update(self) -> None:
+        """Makes the view again if something is new: it reads all records, on the event loop that trains."""
+        steps, evals, cores, failures = self.log.steps, self.log.evals, self.cores(), self.failures()
+        seen = (len(steps), len(evals), cores, tuple(failures.items()), self.hidden_tags)
+        if seen != self._seen:
+            setting = setting_of(self.config, cores=cores, hidden_tags=self.hidden_tags)
+            self._run = run_view(steps, recent=True, evals=evals, setting=setting, failures=failures)
+            self._seen = seen
 
     async def run(self) -> None:
         while True:

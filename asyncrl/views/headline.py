@@ -9,7 +9,7 @@ learner waits and generators are blocked by it. A learner that never waits would
 take to start does not count.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -92,12 +92,6 @@ def headline(run: RunView) -> Headline | None:
         return Headline(concern=run.notes[0].concern, sentence=run.notes[0].sentence)
     limits = bottleneck_of(run)
     return None if limits is None else Headline(concern=Concern.BOTTLENECK, sentence=limits.sentence)
-
-
-def further_notes(run: RunView) -> Iterator[str]:
-    """Yields the sentences of the health notes after the first one, which is the headline."""
-    for note in run.notes[1:]:
-        yield note.sentence
 
 
 def bottleneck_of(run: RunView) -> Bottleneck | None:

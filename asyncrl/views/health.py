@@ -9,6 +9,7 @@ All views, the summary and the metrics show the notes of `notes_of`, and the hea
 notes depend on the records only, so a running process and a reader of its directory find the same.
 """
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -76,7 +77,18 @@ def _cut_later(seen: Evidence) -> bool:
 
 
 def _reward_fails(seen: Evidence) -> bool:
-    return all(reason.startswith("reward_") for reason in seen.failures)
+    """Failures of trained groups' samples are of the reward; those of groups have their reasons, if these are known."""
+    if find.failed_share(seen.groups) <= find.MANY_FAILURES.value:
+        return True
+    return bool(seen.failures) and all(reason.startswith("reward_") for reason in seen.failures)
+
+
+def _no_step_skipped(seen: Evidence) -> bool:
+    return all(record.trained for record in seen.steps[-RECENT_STEPS:])
+
+
+def _coarse(seen: Evidence) -> bool:
+    return seen.setting.dtype != "float32"
 
 
 def _entropy_falls(seen: Evidence) -> bool:
@@ -109,7 +121,11 @@ RULES: tuple[Rule, ...] = (
         finds=find.nothing_trained,
         causes=(
             LOWER_RATE,
-            Cause("the engines' numbers are not finite either: set model.dtype=float32"),
+            Cause(
+                "the engines' numbers are not finite either: set model.dtype=float32",
+                "if model.dtype is not float32",
+                _coarse,
+            ),
         ),
         look=LOG,
     ),
@@ -216,7 +232,7 @@ RULES: tuple[Rule, ...] = (
         finds=find.failures,
         limits=(find.MANY_FAILURES,),
         causes=(
-            Cause("fix the reward (environment.reward)", "if all failures are of the reward", _reward_fails),
+            Cause("fix the reward (environment.reward)", "if all known failures are of the reward", _reward_fails),
             Cause("fix the cause", "otherwise", lambda seen: not _reward_fails(seen)),
         ),
         look=LOG,
@@ -241,17 +257,17 @@ RULES: tuple[Rule, ...] = (
             Cause(
                 "the changes are smaller than the precision of the weights: raise learner.optimizer.learning_rate",
                 "if no step was skipped",
-                lambda seen: all(record.trained for record in seen.steps[-RECENT_STEPS:]),
+                _no_step_skipped,
             ),
             Cause(
                 "model.dtype is too coarse for the rate: set model.dtype=float32, or raise weights.publish_every_steps",
-                "if no step was skipped",
-                lambda seen: all(record.trained for record in seen.steps[-RECENT_STEPS:]),
+                "if no step was skipped and model.dtype is not float32",
+                lambda seen: _no_step_skipped(seen) and _coarse(seen),
             ),
             Cause(
                 "the updates are too large: lower learner.optimizer.learning_rate and learner.optimizer.max_grad_norm",
                 "if steps were skipped",
-                lambda seen: not all(record.trained for record in seen.steps[-RECENT_STEPS:]),
+                lambda seen: not _no_step_skipped(seen),
             ),
         ),
         look=REPORT,
@@ -261,9 +277,12 @@ RULES: tuple[Rule, ...] = (
         concern=Concern.COMPONENTS,
         shows="a component of the reward falls while another one rises",
         finds=find.components,
-        limits=(find.FALLEN, find.CLEAR),
+        limits=(find.FALLEN, find.CLEAR_PART),
         causes=(
-            Cause("the rising component is easier to get: lower its weight in environment.rewards"),
+            Cause(
+                "if the falling component is what you want: the rising one is easier to get, so lower its weight in "
+                "environment.rewards"
+            ),
             Cause("it pays for wrong answers too: pay it for right answers only, in one reward of your own"),
         ),
         look=THEN,
@@ -361,12 +380,13 @@ def _root(concern: Concern, found: dict[Concern, tuple[Rule, Finding]]) -> Conce
 def _note(rule: Rule, fact: Finding, seen: Evidence, consequences: Sequence[str]) -> Note:
     tags = " or ".join(seen.setting.hidden_tags)
     since_step = fact.since_step
+    last_step = seen.steps[-1].step if seen.steps else 0
     return Note(
         concern=rule.concern,
         number=fact.number,
         fact=fact.fact,
         since_step=since_step,
         causes=tuple(cause.text.replace("{tags}", tags) for cause in rule.causes if cause.when(seen)),
-        look=rule.look.format(run=seen.setting.run, step=since_step or 0),
+        look=rule.look.format(run=shlex.quote(seen.setting.run), step=last_step if since_step is None else since_step),
         consequences=tuple(consequences),
     )

@@ -15,6 +15,7 @@ from operator import attrgetter
 from asyncrl.buffer.ledger import OPEN_FATES, Fate
 from asyncrl.learner.records import EvalRecord, StepRecord, largest, mean
 from asyncrl.metrics.numbers import LEAST_PUBLISHED_BITS
+from asyncrl.views import quantities
 from asyncrl.views.evidence import BLOCK_STEPS, RECENT_STEPS, Evidence, Level, Number, blocks, distance, level, since
 
 
@@ -57,6 +58,7 @@ GROWN_LENGTH = Limit(2.0, "answers of twice the length cost twice the time, and 
 LEAST_GAIN = Limit(0.1, "a smaller gain, as a share of the range of rewards, is not progress")
 FALLEN = Limit(0.25, "a component that lost less of its mean may vary with the questions")
 CLEAR = Limit(3.0, "standard errors: a smaller difference of two means is often chance")
+CLEAR_PART = Limit(4.0, "standard errors; the best of up to 40 means is compared, and is often high by chance")
 WORSE = Limit(2.0, "standard errors of the difference; the questions are the same, so chance moves them less")
 
 
@@ -67,6 +69,10 @@ def steps_in_words(number: int) -> str:
 
 def percent(share: float) -> str:
     return f"{share * 100:.0f} %"
+
+
+def _from_to(start: float, now: float) -> str:
+    return f"{quantities.number(start)} → {quantities.number(now)}"
 
 
 def failed_share(groups: Mapping[str, float]) -> float:
@@ -131,17 +137,18 @@ def not_verified(seen: Evidence) -> Finding | None:
 
 
 def parity(seen: Evidence) -> Finding | None:
-    ratio = largest([record.number("parity_ratio") for record in seen.steps])
-    nats = largest([record.parity_nats for record in seen.steps])
+    ratio = largest([record.number("parity_ratio") for record in seen.recent])
+    nats = largest([record.parity_nats for record in seen.recent])
     if ratio is None or nats is None or ratio <= ACCEPTED.value:
         return None
     above = _Above("parity_ratio", ACCEPTED)
+    last = max(record.step for record in seen.recent if above(record))
     return Finding(
         number=ratio,
         fact=f"The log-probs of generators and learner differ by {ratio:.3g} times the accepted difference "
         f"(weights.parity_tolerance_nats, in bfloat16 weights.parity_factor), and by up to {nats:.3g} nats, so "
         "importance weights are wrong",
-        since_step=next(record.step for record in seen.steps if above(record)),
+        since_step=since([record for record in seen.steps if record.step <= last], above),
     )
 
 
@@ -197,8 +204,9 @@ def _few_bits(seen: Evidence) -> Finding | None:
 
 
 def _tiny_rate(seen: Evidence) -> Finding | None:
+    """A rate that is low by the schedule does not count."""
     rate = largest([record.learning_rate for record in seen.recent])
-    if rate is None or not _enough(seen) or rate >= TINY_RATE.value:
+    if rate is None or not _enough(seen) or max(rate, seen.setting.learning_rate or 0.0) >= TINY_RATE.value:
         return None
     return Finding(
         number=rate,
@@ -238,7 +246,7 @@ def zero_rewards(seen: Evidence) -> Finding | None:
     if not (known and _enough(seen) and much and all(map(_all_zero, known))):
         return None
     rewards = {record.reward_max for record in known}
-    if len(rewards) > 1:
+    if len(rewards) > 1 or seen.at_highest_reward is not None:
         return None
     (reward,) = rewards
     return Finding(
@@ -288,8 +296,15 @@ def one_turn(seen: Evidence) -> Finding | None:
 
 
 def components(seen: Evidence) -> Finding | None:
-    parts = blocks(seen.trend)
-    names = sorted({name for record in seen.trend for name in record.reward_components})
+    """Finds what holds for the last block, and for the one before if there are three: one block may be chance."""
+    found = _components_of(seen, seen.trend)
+    short = len(seen.trend) < 3 * BLOCK_STEPS
+    return found if short or _components_of(seen, seen.trend[:-BLOCK_STEPS]) is not None else None
+
+
+def _components_of(seen: Evidence, trend: Sequence[StepRecord]) -> Finding | None:
+    parts = blocks(trend)
+    names = sorted({name for record in trend for name in record.reward_components})
     if len(parts) < 2 or len(names) < 2:
         return None
     levels = {name: [_component(seen, name, part) for part in parts] for name in names}
@@ -300,16 +315,16 @@ def components(seen: Evidence) -> Finding | None:
             continue
         place, best = max(known, key=lambda each: each[1].mean)
         lost = best.mean - now.mean
-        if distance(best, now) > -CLEAR.value or lost < FALLEN.value * abs(best.mean):
+        if distance(best, now) > -CLEAR_PART.value or lost < FALLEN.value * abs(best.mean):
             continue
         for other in names:
             then, later = levels[other][place], levels[other][-1]
-            if other != name and then is not None and later is not None and distance(then, later) >= CLEAR.value:
+            if other != name and then is not None and later is not None and distance(then, later) >= CLEAR_PART.value:
                 start = parts[place][-1].step + 1
                 return Finding(
                     number=now.mean,
-                    fact=f"The reward's component {name} falls ({best.mean:.3g} → {now.mean:.3g}) while {other} rises "
-                    f"({then.mean:.3g} → {later.mean:.3g}), each with its weight",
+                    fact=f"The reward's component {name} falls ({_from_to(best.mean, now.mean)}) while {other} rises "
+                    f"({_from_to(then.mean, later.mean)}), each with its weight",
                     since_step=start,
                 )
     return None
@@ -358,7 +373,7 @@ def _changed(seen: Evidence, number: Number, *, lost: Limit, grown: Limit, what:
     ratio = now.mean / start.mean
     falls, rises = ratio < lost.value, ratio > grown.value
     clear = abs(distance(start, now)) >= CLEAR.value
-    if not (falls or rises) or not clear or seen.improves(least=LEAST_GAIN.value):
+    if not (falls or rises) or not clear or _learns(seen):
         return None
 
     def beyond(record: StepRecord) -> bool | None:
@@ -369,10 +384,17 @@ def _changed(seen: Evidence, number: Number, *, lost: Limit, grown: Limit, what:
 
     return Finding(
         number=now.mean,
-        fact=f"{what} {'fell' if falls else 'rose'} from {start.mean:.3g} to {now.mean:.3g} {unit}, and the rewards "
-        "are not higher",
+        fact=f"{what} {'fell' if falls else 'rose'} from {quantities.number(start.mean)} to "
+        f"{quantities.number(now.mean)} {unit}, and the rewards are not higher",
         since_step=since(seen.steps, beyond),
     )
+
+
+def _learns(seen: Evidence) -> bool:
+    """Whether the rewards are clearly higher than the first ones, or cannot become much higher."""
+    start, now = level(seen.first, attrgetter("reward_mean")), level(seen.last, attrgetter("reward_mean"))
+    higher = start is not None and now is not None and distance(start, now) >= CLEAR.value
+    return higher or seen.improves(least=LEAST_GAIN.value) or seen.at_highest_reward is not None
 
 
 def falls(seen: Evidence, number: Number) -> bool:
@@ -403,7 +425,8 @@ def high_kl(seen: Evidence) -> Finding | None:
         return None
     return Finding(
         number=median,
-        fact=f"The KL divergence between the policies that sampled and that train is {median:.3g} nats a token",
+        fact=f"The KL divergence between the policies that sampled and that train is {quantities.number(median)} "
+        "nats a token",
         since_step=since(seen.steps, _Above("kl_to_behaviour_nats", HIGH_KL)),
     )
 
@@ -416,7 +439,7 @@ def heldout(seen: Evidence) -> Finding | None:
             return Finding(
                 number=now or 0.0,
                 fact=f"The held-out reward{'' if name == 'heldout' else f' of {name}'} falls "
-                f"({best.reward_mean:.3g} → {now:.3g}) while the training reward rises",
+                f"({_from_to(best.reward_mean or 0.0, now or 0.0)}) while the training reward rises",
                 since_step=best.step,
             )
     return None

@@ -7,18 +7,20 @@ The live view makes them in the learner's process (`setting_of`), the other view
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from asyncrl.algorithms.baselines import GROUP_BASELINES, Outcome, resolve_advantage
 from asyncrl.algorithms.presets import advantage_of
 from asyncrl.config.parts import part_configs
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, ScoringSection
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.records import known_data, read_config, read_info
 
 WITH_TOOLS = "calculator"
 """The built-in environment whose model calls a tool."""
+OF_OTHERS = ("verifiers", "openenv")
+"""Built-in environments that play an environment of another library, which may have one turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +33,10 @@ class Setting:
     - `room` is whether a core is free for another process.
     - `hidden_tags` are tags that answers never have.
     - `chat_off` is whether prompts are not put into the model's chat template (`data.chat=off`).
-    - `tools` is whether all episodes may call tools that asyncrl runs, `several_turns` whether they may have several
-      turns.
-    - `reward_weights` are the weights of `environment.rewards` by name.
+    - `tools` is whether all episodes may call tools that asyncrl runs, `several_turns` whether they are made for
+      several turns. An agent of the user's own may need one turn only.
+    - `reward_weights` are the weights of `environment.rewards` by name, in a mixture those of all parts.
+    - `dtype` is `model.dtype`; None if unknown.
 
     The defaults are for a run whose configuration is not known: a group baseline, on an unknown machine.
     """
@@ -48,6 +51,7 @@ class Setting:
     tools: bool = False
     several_turns: bool = False
     reward_weights: Mapping[str, float] = field(default_factory=dict)
+    dtype: str | None = None
 
 
 def setting_of(config: Config, *, cores: int | None, hidden_tags: tuple[str, ...] = ()) -> Setting:
@@ -65,15 +69,17 @@ def setting_of(config: Config, *, cores: int | None, hidden_tags: tuple[str, ...
         hidden_tags=hidden_tags,
         chat_off=all(part.data.chat == "off" for part in parts),
         tools=all(part.has_tools or (part.plays_agents and part.name == WITH_TOOLS) for part in played),
-        several_turns=all(part.plays_agents and part.max_turns > 1 for part in played),
-        reward_weights={term.name: term.weight for term in config.environment.rewards},
+        several_turns=all(_has_several_turns(part) for part in played),
+        reward_weights={term.name: term.weight for section in played for term in section.rewards},
+        dtype=config.model.dtype,
     )
 
 
 def setting_at(run_dir: Path) -> Setting:
     """Returns the setting of the run that wrote `run_dir`, or the default when the directory cannot be read.
 
-    The number of cores is known only when the run started its own Ray on this host.
+    Its `run` is `run_dir`, because the directory of an earlier run is renamed when a new run takes its name. The
+    number of cores is known only when the run started its own Ray on this host.
     """
     try:
         config = read_config(run_dir)
@@ -82,14 +88,22 @@ def setting_at(run_dir: Path) -> Setting:
         return Setting()
     here = config.ray.address is None and info.host == socket.gethostname()
     data = known_data(run_dir)
-    return setting_of(
+    known = setting_of(
         config, cores=usable_cores() if here else None, hidden_tags=() if data is None else data.hidden_tags
     )
+    return replace(known, run=str(run_dir))
 
 
 def usable_cores() -> int:
     """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def _has_several_turns(part: ScoringSection) -> bool:
+    """Returns whether episodes are made for several turns, as far as the configuration shows it."""
+    if part.max_turns == 1 or part.agent is not None:
+        return False
+    return part.has_tools or (part.plays_agents and part.name not in OF_OTHERS)
 
 
 def _room(config: Config, *, cores: int | None) -> bool | None:

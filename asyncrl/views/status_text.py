@@ -10,7 +10,7 @@ from asyncrl.config.schema import HELDOUT
 from asyncrl.coordinator.registry import ReplicaReport, ReplicaView
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.learner.records import heldout_ends, in_words, shares_of
-from asyncrl.views.headline import bottleneck_of, further_notes, headline
+from asyncrl.views.headline import bottleneck_of, headline
 from asyncrl.views.health_finds import failed_share
 from asyncrl.views.run_view import RunView
 
@@ -43,7 +43,7 @@ def status_lines(status: RunStatus, run: RunView, *, now: datetime) -> list[str]
     lines += _agents(run)
     if (found := headline(run)) is not None:
         lines.append(f"{'warning' if found.warns else 'since the start'}: {found.sentence}")
-    lines += [f"warning: {sentence}" for sentence in further_notes(run)]
+    lines += [f"warning: {note.sentence}" for note in run.notes[1:]]
     if run.ess_ratio_mean is not None:
         lines.append(
             f"effective sample size of the steps: mean {run.ess_ratio_mean:.3f}, lowest {run.ess_ratio_lowest:.3f}"

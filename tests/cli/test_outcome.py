@@ -48,6 +48,9 @@ def test_a_run_that_could_not_learn_ends_with_a_warning(tmp_path: Path, capsys: 
     assert "warning" not in capsys.readouterr().out
     print_outcome(summary(), tmp_path / "gone", config=Config(), again=["up"])
     assert "warning" not in capsys.readouterr().out, "unreadable records must not fail a finished run"
+    huge = [make_step(step, completion_tokens_mean=1e308 * (1 + step % 2 / 2), reward_mean=1e308) for step in range(12)]
+    print_outcome(summary(), write_run(tmp_path / "huge", huge), config=Config(), again=["up"])
+    assert "report: " in capsys.readouterr().out, "and neither must the numbers of damaged ones"
 
 
 def test_held_out_prompts_that_got_no_reward_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -187,6 +187,72 @@ def test_equal_rewards_at_the_highest_one_ask_for_harder_questions() -> None:
     assert notes([*start, *(flat(step, **right) for step in range(1, 30))], setting=teach) == ()
 
 
+def test_a_solved_task_has_no_note_though_its_highest_reward_is_0_or_its_entropy_fell() -> None:
+    penalty = {"reward_max": 0.0, "zero_variance_ratio": 0.5}
+    lost = [flat(step, **penalty, reward_min=-3.0, reward_mean=-3.0) for step in range(5)]
+    solved = [flat(step, **penalty, reward_min=0.0, reward_mean=0.0) for step in range(5, 30)]
+    assert notes([*lost, *solved]) == ()
+
+    def certain(step: int) -> StepRecord:
+        late = step >= 5
+        return flat(step, reward_mean=0.99 if late else 0.95, entropy_nats=(0.1 if late else 0.9) + noise(step))
+
+    assert notes([certain(step) for step in range(30)]) == ()
+
+
+@pytest.mark.parametrize(("now", "found"), [(0.63, []), (0.55, [Concern.LENGTH])])
+def test_longer_answers_are_noted_only_if_the_rewards_are_not_clearly_higher(now: float, found: list[Concern]) -> None:
+    def step(number: int) -> StepRecord:
+        late = number >= 5
+        reward = (now if late else 0.55) + noise(number)
+        return flat(number, reward_mean=reward, completion_tokens_mean=(587 if not late else 1300) + number % 2)
+
+    longer = notes([step(number) for number in TEN])
+    assert [note.concern for note in longer] == found
+    assert all("rose from 587 to 1.3k tokens, and" in note.fact for note in longer)
+
+
+def test_a_schedule_that_ends_near_0_is_no_tiny_rate() -> None:
+    assert notes([flat(step, learning_rate=0.0) for step in TEN]) == ()
+
+
+def test_one_block_with_less_of_a_component_may_be_chance() -> None:
+    def step(number: int, *, fallen: int) -> StepRecord:
+        late = number >= fallen
+        parts = {"right": (0.2 if late else 0.5) + noise(number), "short": (0.9 if late else 0.5) + noise(number + 1)}
+        return flat(number, reward_components=parts)
+
+    assert notes([step(number, fallen=25) for number in range(30)]) == ()
+    (note,) = notes([step(number, fallen=20) for number in range(30)])
+    assert note.concern is Concern.COMPONENTS
+    assert note.causes[0].startswith("if the falling component is what you want: ")
+    (early,) = notes([step(number, fallen=5) for number in TEN])
+    assert early.concern is Concern.COMPONENTS
+
+
+def test_float32_is_no_cause_where_it_is_set() -> None:
+    coarse = [flat(step, diagnostics={"published_bits_ratio": 1e-4}) for step in TEN]
+    skipped = [healthy(0, trained=False) for _ in range(5)]
+    for steps in (coarse, skipped):
+        known = {dtype: notes(steps, setting=Setting(dtype=dtype))[0] for dtype in (None, "bfloat16", "float32")}
+        named = {dtype: any("model.dtype=float32" in cause for cause in note.causes) for dtype, note in known.items()}
+        assert named == {None: True, "bfloat16": True, "float32": False}
+        assert known["float32"].causes
+
+
+def test_a_command_has_the_directory_in_quotes_and_the_last_step_if_no_first_one_is_known() -> None:
+    (note,) = notes([dead(step) for step in TEN], setting=Setting(run="runs/$(touch x)"))
+    assert note.look == "asyncrl samples 'runs/$(touch x)' --worst"
+
+    def long(number: int) -> StepRecord:  # the mean of the last block is high, and its last two steps are not
+        tokens = {5: 500.0, 6: 500.0, 7: 450.0, 8: 150.0, 9: 150.0}.get(number, 90.0 + noise(number))
+        return flat(number, completion_tokens_mean=tokens)
+
+    (grown,) = notes([long(number) for number in TEN]) or [None]
+    assert grown is not None
+    assert (grown.since_step, grown.look) == (None, "asyncrl samples runs/mine --step 9")
+
+
 def test_hidden_tags_are_named_where_rewards_do_not_see_them() -> None:
     (note,) = notes([dead(step) for step in TEN], setting=Setting(hidden_tags=("<think>", "[A]")))
     assert note.causes[0].startswith("if the reward looks for <think> or [A]: the text that it gets never has them")
@@ -278,10 +344,40 @@ def test_a_setting_knows_tools_turns_and_weights() -> None:
     known = setting_of(config, cores=None)
     assert (known.tools, known.several_turns, known.chat_off, known.run) == (True, True, True, "runs/quickstart")
     plain = setting_of(Config(), cores=None)
+    assert plain.dtype == "float32"
     assert (plain.tools, plain.several_turns, plain.chat_off) == (False, False, False)
     rewards = [RewardTerm(name="right", fn="exact_match", weight=2.0)]
     weighted = config.model_copy(update={"environment": config.environment.model_copy(update={"rewards": rewards})})
     assert setting_of(weighted, cores=None).reward_weights == {"right": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("environment", "several"),
+    [
+        ({"agent": "my_agent:play"}, False),
+        ({"agent": "my_agent:play", "tools": ["my_tools:add"]}, False),
+        ({"name": "verifiers"}, False),
+        ({"name": "openenv"}, False),
+        ({"name": "calculator", "max_turns": 1}, False),
+        ({"name": "calculator"}, True),
+        ({"tools": ["my_tools:add"]}, True),
+    ],
+)
+def test_only_tools_and_built_in_environments_are_made_for_several_turns(
+    environment: dict[str, Any], several: bool
+) -> None:
+    config = Config()
+    section = config.environment.model_copy(update=environment)
+    assert setting_of(config.model_copy(update={"environment": section}), cores=None).several_turns is several
+
+
+def test_a_setting_has_the_weights_of_the_rewards_of_all_parts_of_a_mixture() -> None:
+    def part(name: str, weight: float) -> dict[str, Any]:
+        term = {"name": name, "fn": "exact_match", "weight": weight}
+        return {"name": name, "data": {"dataset": f"{name}.jsonl"}, "environment": {"rewards": [term]}}
+
+    config = Config.model_validate({"data": {"mixture": [part("sums", -2.0), part("words", 0.5)]}})
+    assert setting_of(config, cores=None).reward_weights == {"sums": -2.0, "words": 0.5}
 
 
 def test_doctests() -> None:
@@ -289,31 +385,39 @@ def test_doctests() -> None:
         assert doctest.testmod(module).failed == 0
 
 
-def failed(**groups: float) -> Sequence[Note]:
-    return notes_of(evidence_of([healthy(0)], setting=SETTING, groups=groups, failures={"reward_raised": 20}))
+def failed(failures: dict[str, int], **groups: float) -> Sequence[Note]:
+    return notes_of(evidence_of([healthy(0)], setting=SETTING, groups=groups, failures=failures))
 
 
 def test_failed_groups_are_noted_with_their_reasons() -> None:
-    (note,) = failed(trained=24, failed=23, reserved=400)
+    of_reward = {"reward_raised": 20}
+    (note,) = failed(of_reward, trained=24, failed=23, reserved=400)
     assert note.fact == "49 % of the groups failed and were not trained (reward_raised 20)"
     assert note.causes == ("fix the reward (environment.reward)",)
-    assert failed(trained=95, failed=5) == ()
+    assert failed(of_reward, trained=95, failed=5) == ()
+    for failures in ({}, of_reward | {"infra": 3}):
+        (other,) = failed(failures, trained=80, failed=20)
+        assert other.causes == ("fix the cause",)
 
 
 def test_rewards_that_fail_for_many_samples_of_trained_groups_are_noted_too() -> None:
     (note,) = notes([healthy(step, diagnostics={"failed_samples_ratio": step / 9}) for step in range(4)])
     assert note.fact.startswith("The reward failed for 17 % of the trained groups' samples, which are left out")
+    assert note.causes == ("fix the reward (environment.reward)",)
     assert notes([healthy(step, diagnostics={"failed_samples_ratio": 0.05}) for step in range(4)]) == ()
 
 
 @pytest.mark.parametrize(
-    ("numbers", "concern"),
-    [({"witness_gradient_ratio": 1.5}, Concern.NOT_VERIFIED), ({"parity_ratio": 6.0}, Concern.PARITY)],
+    ("numbers", "concern", "length"),
+    [({"witness_gradient_ratio": 1.5}, Concern.NOT_VERIFIED, 40), ({"parity_ratio": 6.0}, Concern.PARITY, 22)],
 )
-def test_a_wrong_update_is_noted_for_the_rest_of_the_run(numbers: dict[str, float], concern: Concern) -> None:
+def test_a_wrong_update_is_noted_for_the_rest_of_the_run_and_a_wrong_log_prob_for_20_steps(
+    numbers: dict[str, float], concern: Concern, length: int
+) -> None:
     steps = [healthy(step, diagnostics=numbers if step == 2 else {}) for step in range(40)]
-    (note,) = notes(steps)
+    (note,) = notes(steps[:length])
     assert (note.concern, note.number, note.since_step) == (concern, next(iter(numbers.values())), 2)
+    assert len(notes(steps)) == (concern is Concern.NOT_VERIFIED)
     accepted = [healthy(step, diagnostics=dict.fromkeys(numbers, 1.0)) for step in range(4)]
     assert notes(accepted) == ()
 

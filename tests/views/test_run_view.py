@@ -97,6 +97,9 @@ def test_the_setting_of_a_run_here_knows_its_cores_and_that_of_a_strange_folder_
     record = DataRecord(training=1, heldout=0, sets={}, left_out={}, hidden_tags=("<think>",))
     (run / "data.json").write_bytes(msgspec.json.encode(record))
     assert setting_at(run).hidden_tags == ("<think>",)
+    earlier = run.rename(run.with_name("earlier.1"))
+    assert setting_at(earlier).run == str(earlier)
+    run = earlier.rename(run)
     info = run / "run.json"
     info.write_text(info.read_text().replace('"host": "', '"host": "not-'))
     assert setting_at(run).room is None

@@ -146,6 +146,9 @@ def test_failed_rollouts_are_counted_with_the_first_cause_and_warned_of_when_the
         in warning
     )
     assert not any(line.startswith("since the start") for line in lines)
+    cut = [make_step(step, truncated_ratio=1.0) for step in range(3)]
+    both = [line for line in status_lines(status, steps=cut) if line.startswith("warning: ")]
+    assert [line.split(" of the ")[0] for line in both] == ["warning: 100 %", "warning: 25 %"]
     found = msgspec.json.decode(status_json(status, steps=STEPS))
     assert found["failures"][0]["first"]["prompt"] == "0+3="
     assert found["since_start"]["headline"]["concern"] == "failures"
