@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.algorithms.axes import axis_named
+from asyncrl.algorithms.baselines import Outcome, resolve_advantage
 from asyncrl.algorithms.loss import build_loss
 from asyncrl.config.load import flat_config, load_config, parse_yaml
 
@@ -32,10 +32,12 @@ def test_each_choice_of_axes_builds_a_loss(text: str) -> None:
         build_loss(load_config([{"algorithm": base | algorithm}]))
 
 
-def test_the_estimators_of_the_page_exist() -> None:
-    names = {each.name for each in axis_named("advantage").choices}
-    [row] = [line for line in PAGE.splitlines() if "`scale_rewards`" in line]
-    assert {name.removeprefix("advantage: ") for name in re.findall(r"`([^`]*)`", row.split("|")[2])} <= names
+@pytest.mark.parametrize("text", [text for text in AXES if text.startswith("advantage: ")])
+def test_the_estimators_of_the_page_exist_and_have_the_eps_of_trl(text: str) -> None:
+    """TRL adds 1e-4 to every standard deviation by which it divides."""
+    estimator = resolve_advantage(parse_yaml(text, source="page")["advantage"])  # type: ignore[arg-type]
+    assert isinstance(estimator, Outcome)
+    assert estimator.eps == 1e-4 or not estimator.divides_by_std
 
 
 def test_the_adapters_of_rewards_give_the_rewards() -> None:

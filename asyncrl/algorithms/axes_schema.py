@@ -31,10 +31,12 @@ def with_axes(schema: Mapping[str, Any]) -> Schema:
     axes, estimators = _definitions([objective.Objective]), _definitions([baselines.RewardKL, *_rows()])
     for struct, names in _rows().items():
         definition = estimators[struct.__name__]
-        definition["properties"] = {
-            "name": _consts("Name of the estimator.", _named(names)),
-            **definition["properties"],
+        # No defaults: an option that is left out has the value of the named estimator, not the one of the struct.
+        options = {
+            option: {key: value for key, value in property.items() if key != "default"}
+            for option, property in definition["properties"].items()
         }
+        definition["properties"] = {"name": _consts("Name of the estimator.", _named(names)), **options}
         definition["required"] = ["name"]
     found["$defs"] |= {**axes, **_partial(axes), **estimators}
     fields = found["$defs"]["AlgorithmSection"]["properties"]

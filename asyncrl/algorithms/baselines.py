@@ -173,6 +173,9 @@ class OwnEstimator(msgspec.Struct, frozen=True, kw_only=True):
 Advantage = Outcome | CriticBased | OwnEstimator
 """The estimator of the advantages: a name, an import path, or a mapping of its `name` and options. In the formulas, r
 is a sample's reward, and mean, std and n are those of the sample's group. The batch is the whole step.
+An option that the mapping does not name keeps the value of the named estimator; the defaults in the list of options are
+those of an estimator that does not set it. A `kl`, or a `gamma` below 1, sets `whiten` to `tokens` if the mapping does
+not name it.
 
 Stale tokens: an advantage does not depend on the age of the tokens. Only `vtrace` reads importance weights.
 

@@ -229,8 +229,8 @@ class Regression(_Axis, frozen=True, kw_only=True, tag="regression", tag_field="
     """The surrogate S = (β · log u − A)² of advantage A and ratio u: log u is fitted to A / β, without an importance
     weight (OAPL, 2602.19362).
 
-    Stale tokens: with anchor `behaviour`, a token of any age is drawn to the same target. The gradient grows with
-    |log u|, not with u.
+    Stale tokens: with anchor `behaviour`, a token of any age is drawn to the same target. The gradient is
+    linear in log u, and 0 at log u = A / β.
 
     Example: `algorithm: {loss: oapl, overrides: {surrogate: {beta: 0.01}}}`
     """
@@ -453,8 +453,8 @@ class Objective(_Axis, frozen=True, kw_only=True):
     gradient of the token's own log-prob only, sg(mean) · π/sg(π) (GSPO-token, 2507.18071). Then a token's advantage
     pushes only that token.
 
-    Stale tokens: with anchor `behaviour`, a sequence is judged as a whole. A mean hides single tokens that have
-    drifted. A product is the unbiased correction, and its spread grows with the length.
+    Stale tokens: with anchor `behaviour`, all levels but `token` judge a sequence as a whole. A mean hides single
+    tokens that have drifted. A product is the unbiased correction, and its spread grows with the length.
 
     Example: `algorithm: {loss: gspo_token, overrides: {weight: {hi: 2.0}}}`"""
     pre_clip: PreClip | None = None

@@ -224,7 +224,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "reinforce_pp": Preset(
             source="2501.03262",
-            use="On-policy, with one baseline for the whole batch and a penalty against a reference model.",
+            use="On-policy, with one baseline for the whole batch and a k2 penalty against a reference in the loss. "
+            "The paper has this penalty only with its group baseline, and else a k1 penalty in the reward.",
             objective=Objective(surrogate=Clipped(), penalties=(Penalty(beta=0.01, kind="k2"),)),
             baseline="reinforce_pp",
         ),

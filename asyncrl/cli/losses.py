@@ -104,11 +104,13 @@ def _axis(axis: Axis) -> str:
     return "\n".join(lines)
 
 
-def _options(options: Iterable[Axis]) -> Iterator[str]:
+def _options(options: Iterable[Axis], *, indent: str = "  ") -> Iterator[str]:
     for option in options:
         default = f", default {option.default}" if option.default else ""
-        yield f"  {option.name} ({option.kind}{default}): {option.text.meaning}"
-        yield from (f"    {each.name}: {each.text.meaning}" for each in option.choices if not each.options)
+        meaning = option.text.meaning.replace("\n\n", " ")
+        yield f"{indent}{option.name} ({option.kind}{default}): {meaning}"
+        yield from (f"{indent}  {each.name}: {each.text.meaning}" for each in option.choices if not each.options)
+        yield from _options(option.options, indent=f"{indent}  ")
 
 
 def _first(text: str) -> str:

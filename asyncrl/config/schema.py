@@ -667,12 +667,13 @@ class AlgorithmSection(Section):
     a discount: `{name: reinforce_pp, kl: {beta: 0.01, kind: k1}, gamma: 1.0}`. Unset: the estimator that the preset
     was published with, else `group_norm`."""
     zero_variance: Literal["keep", "mask", "resample"] = "keep"
-    """Groups whose rewards are all equal. `keep`: they are trained. With a group baseline their advantage is 0, and
-    they count in the denominators of the loss. `mask`: they are masked out of the loss. `resample`: they are not
-    trained, and other prompts take their places, so that every group of a step teaches something (dynamic sampling of
-    DAPO). They count in the mean reward. The compared rewards are those that the estimator compares: after the
+    """Groups whose rewards are all equal. The compared rewards are those that the estimator compares: after the
     penalties of `overlong` and `gr3`, and each component with `gdpo`. `mask` and `resample` are refused with estimators
-    that do not compare the samples of a group, because equal rewards have a gradient there (docs/advantages.md)."""
+    that do not compare the samples of a group, because equal rewards have a gradient there (docs/advantages.md).
+    `keep`: they are trained. With a group baseline their advantage is 0, and they count in the denominators of the
+    loss. `mask`: they are masked out of the loss. `resample`: they are not trained, and other prompts take their
+    places, so that every group of a step teaches something (dynamic sampling of DAPO). They count in the mean
+    reward."""
     max_resamples_per_step: PositiveInt | None = None
     """Most groups that `zero_variance: resample` leaves out for one step. Further ones are kept, and counted as
     `filter_limit`. Unset: four times `learner.groups_per_step`."""

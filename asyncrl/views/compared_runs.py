@@ -24,7 +24,8 @@ LONGEST_LABEL = 60
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
     """One of the runs of a comparison, with its name on the page. `seed` has its values of the settings by which the
-    runs are grouped, in their order. `tokens_at` has the number of tokens trained up to each version."""
+    runs are grouped, in their order, without `OWN_KEYS`. `tokens_at` has the number of tokens trained up to each
+    version."""
 
     label: str
     seed: tuple[str, ...]
@@ -96,7 +97,8 @@ def _read(path: Path, *, label: str, by: Sequence[str], info: RunInfo | None) ->
     if (totals := records.totals) is None:
         raise RunError(f"{path} has no trained step to compare; leave this run out, or wait for its first step")
     settings = flat_config(records.config)
-    seed = tuple(f"{key}={as_text(value)}" for key, value in settings.items() if _is_of(key, by))
+    of_by = [key for key in settings if key not in OWN_KEYS and _is_of(key, by)]
+    seed = tuple(f"{key}={as_text(settings[key])}" for key in of_by)
     tokens, tokens_at = 0, {records.steps[0].step: 0}
     for record in records.steps:
         tokens += record.trained_tokens

@@ -2,10 +2,10 @@
 
 Intervals and tests use Student's t-distribution, which is right for few runs if their numbers are about normal. Groups
 are compared as Colas et al. recommend for few seeds: by Welch's t-test, which allows unequal variances ("A Hitchhiker's
-Guide to Statistical Comparisons of Reinforcement Learning Algorithms", arXiv:1904.06979), or, where both groups have
-runs of the same seeds, by the paired t-test. Agarwal et al. 2021 (arXiv:2108.13264) explain why a number of few runs
-needs an interval. With three seeds, only differences of several standard deviations are found (Colas et al. 2018, "How
-Many Random Seeds?", arXiv:1806.08295).
+Guide to Statistical Comparisons of Reinforcement Learning Algorithms", arXiv:1904.06979), or, where most runs of both
+groups have the same seeds, by the paired t-test. Agarwal et al. 2021 (arXiv:2108.13264) explain why a number of few
+runs needs an interval. With three seeds, only differences of several standard deviations are found (Colas et al. 2018,
+"How Many Random Seeds?", arXiv:1806.08295).
 """
 
 import math
@@ -61,14 +61,20 @@ def difference(ours: Sequence[tuple[Hashable, float]], theirs: Sequence[tuple[Ha
     """Returns the difference of two groups of runs, `ours` minus `theirs`. Each run has a seed and a value. None if a
     group has no run.
 
-    If no group has two runs of a seed, and at least two seeds are in both, these seeds are compared in pairs, and other
-    runs are left out. Else all runs are compared by Welch's test, which needs two runs in each group.
+    The runs are compared in pairs of equal seeds, and other runs are left out, if
+
+    - at least two seeds are in both groups,
+    - these are the seeds of more than half of the runs of each group, and
+    - no group has two runs of a seed.
+
+    Else all runs are compared by Welch's test, which needs two runs in each group.
     """
     if not ours or not theirs:
         return None
     by_seed, others = dict(ours), dict(theirs)
     shared = [seed for seed in by_seed if seed in others]
-    if len(shared) > 1 and (len(by_seed), len(others)) == (len(ours), len(theirs)):
+    most = len(shared) > 1 and 2 * len(shared) > max(len(ours), len(theirs))
+    if most and (len(by_seed), len(others)) == (len(ours), len(theirs)):
         return _paired([by_seed[seed] - others[seed] for seed in shared])
     return _welch([value for _, value in ours], [value for _, value in theirs])
 

@@ -73,6 +73,14 @@ def test_what_a_run_accepts_is_accepted(algorithm: dict[str, Any]) -> None:
     assert not problems(algorithm)
 
 
+def test_options_of_estimators_have_no_default_because_each_estimator_has_its_own() -> None:
+    estimators = {type(row).__name__ for row in {**OUTCOMES, **CRITIC_BASED}.values()}
+    properties = [SCHEMA["$defs"][name]["properties"] for name in estimators]
+    assert all({"eps", "whiten", "name"} <= {*each} for each in properties)
+    assert not [option for each in properties for option, schema in each.items() if "default" in schema]
+    assert SCHEMA["$defs"]["Clipped"]["properties"]["lo"]["default"] == 0.8
+
+
 def test_every_named_value_has_a_description() -> None:
     def consts(part: object) -> Iterator[dict[str, Any]]:
         if isinstance(part, dict):

@@ -16,8 +16,9 @@ from asyncrl.algorithms.presets import PRESETS, advantage_of
 from asyncrl.config.load import load_config, parse_yaml
 from asyncrl.errors import ConfigError
 
-EXAMPLES = re.findall(r"^An example of `([^`]*)`:\n\n```yaml\n([^`]*)```", docs.PATH.read_text(), re.MULTILINE)
-BLOCKS = re.findall(r"^```yaml\n([^`]*)```", docs.PATH.read_text(), re.MULTILINE)
+PAGE = docs.PATH.read_text()
+EXAMPLES = re.findall(r"^An example of `([^`]*)`:\n\n```yaml\n([^`]*)```", PAGE, re.MULTILINE)
+BLOCKS = re.findall(r"^```yaml\n([^`]*)```", PAGE, re.MULTILINE)
 
 
 def test_the_page_agrees_with_the_code() -> None:
@@ -37,10 +38,24 @@ def test_every_axis_of_an_objective_and_every_value_is_on_the_page() -> None:
     assert axes["surrogate"] == {each.__struct_config__.tag for each in objective.Surrogate.__args__}
     assert axes["aggregation"] == {*objective.Aggregation}
     assert axes["advantage"] == {*OUTCOMES, *CRITIC_BASED}
-    page = docs.PATH.read_text()
     for name, values in axes.items():
-        section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
+        section = PAGE.split(f"\n## {name}\n")[1].split("\n## ")[0]
         assert all(f"| `{value}` |" in section for value in values)
+
+
+def test_the_options_of_an_option_and_their_values_are_on_the_page() -> None:
+    section = PAGE.split("\n## advantage\n")[1].split("\n## ")[0]
+    [row] = [line for line in section.splitlines() if line.startswith("| `kl` |")]
+    words = ["`beta`: ", "`kind` (default `k1`): ", "`k1`: d.", "`k2`: d²/2.", "`k3`: e^"]
+    assert [word for word in words if word not in row] == []
+
+
+def test_the_rules_for_all_values_of_zero_variance_are_not_part_of_one_value() -> None:
+    axis = axis_named("zero_variance")
+    texts = {each.name: each.text.meaning for each in axis.choices}
+    assert texts["resample"].endswith("They count in the mean reward.")
+    assert "The compared rewards" in axis.text.meaning
+    assert "are refused with estimators" in axis.text.meaning
 
 
 def test_every_axis_says_what_it_does_to_stale_tokens_and_has_an_example() -> None:
@@ -91,6 +106,16 @@ def test_the_numbers_about_stale_tokens_are_those_of_the_formulas() -> None:
     assert row("topr", -1.0) == pytest.approx([min(ratio, 1.0) for ratio in ratios])
     # a3po: one version old, so the proximal policy is the sampler: no weight, and a clip at 0.8 and 1.2
     assert row("a3po", 1.0) == pytest.approx([ratio if ratio < 1.2 else 0.0 for ratio in ratios])
+
+
+def test_no_stale_token_has_a_gradient_of_the_other_sign() -> None:
+    """The page explains the numbers 0 and above."""
+    table = PAGE.split("\n## Stale tokens\n")[1].split("\n## ")[0]
+    fixed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert len(fixed) > 5
+    for name in fixed:
+        for advantage in (1.0, -1.0):
+            assert min(docs.stale_gradients(PRESETS[name].objective, advantage=advantage)) >= 0, name
 
 
 def test_an_unknown_axis_is_refused_with_a_hint() -> None:

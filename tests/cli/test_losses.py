@@ -59,6 +59,14 @@ def test_axes_with_a_name_prints_all_of_this_axis_and_its_examples_are_yaml(name
         assert "algorithm" in parse_yaml(example.partition("\n")[2], source=name)
 
 
+def test_axes_with_a_name_prints_the_options_of_an_option_below_it() -> None:
+    output = runner.invoke(app, ["losses", "--axes", "advantage"]).output
+    below = output.partition("\n  kl (mapping or null, default null): ")[2].partition("\n  gamma ")[0].splitlines()
+    assert below[1].startswith("    beta (number): ")
+    assert below[2].startswith("    kind (name, default k1): ")
+    assert below[3:] == ["      k1: d.", "      k2: d²/2.", "      k3: e^(−d) − 1 + d."]
+
+
 def test_an_axis_that_does_not_exist_is_refused() -> None:
     result = runner.invoke(app, ["losses", "--axes", "gate"])
     assert result.exit_code == 2

@@ -270,6 +270,15 @@ def test_the_csv_has_a_line_for_each_run_group_and_difference_and_number(seeds: 
     assert {row["kind"] for row in single} == {"run"}
 
 
+def test_a_section_with_the_names_of_the_runs_has_pairs_too(seeds: list[Path]) -> None:
+    groups = read(*seeds, by=["run"])
+    assert [run.seed for run in groups[0].runs] == [run.seed for run in groups[1].runs]
+    rows = csv.DictReader(io.StringIO(compare_csv(groups)))
+    assert {(row["test"], row["n"]) for row in rows if row["number"] == "reward, last steps" and row["test"]} == {
+        ("paired", "3")
+    }
+
+
 def test_the_svg_has_all_charts_and_needs_no_style_of_a_page(seeds: list[Path]) -> None:
     groups = read(*seeds, by=["run.seed"])
     groups[0] = dataclasses.replace(groups[0], label="a <b> & \x07")

@@ -58,6 +58,18 @@ def test_only_seeds_of_both_groups_are_paired_and_repeated_seeds_are_not() -> No
     assert (repeated.test, repeated.n, repeated.mean) == ("welch", 5, 3.25)
 
 
+@pytest.mark.parametrize(("shared", "test", "n"), [(2, "welch", 20), (5, "welch", 20), (6, "paired", 6)])
+def test_few_seeds_of_both_groups_do_not_replace_the_test_of_all_runs(shared: int, test: str, n: int) -> None:
+    ours = [(seed, float(seed % 3)) for seed in range(10)]
+    theirs = [(seed, float(seed % 4)) for seed in range(10 - shared, 20 - shared)]
+    found = difference(ours, theirs)
+    assert found is not None
+    assert (found.test, found.n) == (test, n)
+    smaller = difference(ours[10 - shared :], theirs)
+    assert smaller is not None
+    assert smaller.test == test, "the larger group counts"
+
+
 def test_a_single_run_has_no_interval_and_no_test() -> None:
     assert estimate([]) is None
     assert difference([], [(0, 1.0)]) is None
