@@ -164,6 +164,7 @@ def test_every_log_and_every_line_of_a_command_goes_the_one_way_that_is_checked_
         "cli/doctor.py: print(",  # in code of a probe
         "cli/gpu_checks.py: print(",  # in code of a probe
         "deployment/launch.py: print(",  # of a formatted record
+        "deployment/pod_end.py: print(",  # of a preStop command of a pod: names of actors, which asyncrl chooses
         "config/docs.py: print(",  # of the generators of the documentation
         "vllm_internals.py: print(",  # names of vLLM
         "metrics/trackers.py: print(",  # in a docstring

@@ -107,7 +107,7 @@ def test_code_is_found_under_every_key(key: str) -> None:
     "changed",
     [
         {},
-        {"data": {"path": "s3://bucket/rows.jsonl", "prompt_template": "Question: {prompt}\nAnswer:"}},
+        {"data": {"path": "folder/rows.jsonl", "prompt_template": "Question: {prompt}\nAnswer:"}},
         {"environment": {"name": "math", "reward": "math_verify"}},
         {"algorithm": {"loss": "grpo", "advantage": {"name": "group_norm", "eps": 1e-4}}},
         {"generator": {"engine_args": {"max_num_batched_tokens": 16384, "kv_cache_dtype": "fp8", "swap_space": "0.5"}}},

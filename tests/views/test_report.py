@@ -196,7 +196,7 @@ def test_the_files_of_the_page_are_installed_with_the_package() -> None:
     installed = {path for pattern in patterns for path in (root / "asyncrl").glob(pattern)}
     there = {path for path in (root / "asyncrl" / "views").iterdir() if path.is_file() and path.suffix != ".py"}
     templates = {f"{name}.html.j2" for name in ("page", "report", "compare", "samples", "tables", "chart")}
-    assert {path.name for path in there} == {"report.css", "charts.js", "health.md.j2"} | templates
+    assert {path.name for path in there} == {"report.css", "charts.js", "health.md.j2", "compare.svg.j2"} | templates
     assert there <= installed
 
 
