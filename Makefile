@@ -52,7 +52,7 @@ check: $(LIGHT) ## checks format, types, layers, generated pages and dashboards,
 	$(BIN)/python dashboards/build.py --check
 	$(BIN)/python docs/faults.py --check
 	$(SITE)
-	$(BIN)/python -m pytest -q tests/test_security.py tests/campaign
+	$(BIN)/python -m pytest -q -m "not campaign" tests/test_security.py tests/campaign
 
 mutations: $(STAMP) ## breaks loss and advantages in many ways; each break must make a test fail: minutes
 	$(BIN)/python tests/algorithms/run_mutations.py $(ARGS)

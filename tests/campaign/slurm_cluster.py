@@ -11,6 +11,7 @@ import random
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -81,7 +82,8 @@ class SlurmCluster:
         self.folder = folder
         self.environment = os.environ | {
             "SLURM_CONF": str(folder / "slurm.conf"),
-            "PATH": f"{os.environ['PATH']}:/usr/sbin",
+            # The first folder has the commands `asyncrl` and `ray`.
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin",
         }
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
 

@@ -76,7 +76,9 @@ class Jobs:
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def info(self) -> dict[str, object]:
-        found: dict[str, object] = json.loads((self.run / "run.json").read_bytes())
+        """Returns run.json of the run; an empty dict while it does not exist."""
+        path = self.run / "run.json"
+        found: dict[str, object] = json.loads(path.read_bytes()) if path.exists() else {}
         return found
 
     def wait_for_steps(self, job: str, steps: int) -> None:
@@ -152,7 +154,7 @@ def test_a_job_submitted_again_begins_anew_without_a_checkpoint_and_resumes_with
     killed = jobs.info()["nonce"]
 
     job = jobs.submit()
-    wait_for(lambda: jobs.info()["nonce"] != killed, TRAINS_S, f"a new run ({jobs.output})")
+    wait_for(lambda: jobs.info().get("nonce", killed) != killed, TRAINS_S, f"a new run ({jobs.output})")
     assert (jobs.run.parent / "quickstart.1").is_dir()
     jobs.wait_for_steps(job, STEPS)
     jobs.cluster.call("scancel", "--batch", "--signal=TERM", job)
