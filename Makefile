@@ -29,7 +29,7 @@ train: $(TO_TRAIN) ## installs asyncrl into .venv, and trains the quickstart on 
 
 # Two workers, each of which runs one test file at a time. The files run in the order of their names, which puts the long
 # ones into the middle, so that both workers have work until the end.
-test: $(STAMP) ## runs the whole test suite: 17 to 25 minutes on two CPU cores
+test: $(STAMP) ## runs the whole test suite: 17 to 27 minutes on two CPU cores
 	$(PYTEST) --numprocesses=2 --no-loadscope-reorder -m "not campaign" $(ARGS)
 
 durations: ## runs the whole test suite, and writes the seconds of each file to tests/durations.csv
