@@ -57,6 +57,7 @@ def down(run: RunningRun, address: RunningAddress = None, now: Now = False) -> N
     info = as_it_is(directory)
     running = info is not None and info.state == "running"
     ray_is_gone = info is not None and not running and info.ray_session is not None
+    still_ending = False
     if named is not None or not ray_is_gone:
         use_ray_token()
         from asyncrl.deployment.cluster import join
@@ -68,9 +69,8 @@ def down(run: RunningRun, address: RunningAddress = None, now: Now = False) -> N
             if named is None and info is not None:
                 check_directory(directory, info.nonce)
             lives = named is not None or info is None or running
-            if lives and not now and not ask_to_end(directory.name, grace_s=grace_s):
-                raise _still_ending(directory.name, grace_s)
-            if ended := end_run(directory.name):
+            still_ending = lives and not now and not ask_to_end(directory.name, grace_s=grace_s)
+            if not still_ending and (ended := end_run(directory.name)):
                 lines.append(f"ended {', '.join(ended)}")
         except ClusterElsewhere as error:
             if running:
@@ -78,8 +78,10 @@ def down(run: RunningRun, address: RunningAddress = None, now: Now = False) -> N
             print_warnings([str(error)])
         except RunError as error:
             if named is not None or running:
-                # A wrong address is not mended by another call, so the exit code is not that of ClusterUnreachable.
+                # ClusterUnreachable has the exit code 75, but another call with a wrong address would fail, too.
                 raise RunError(str(error)) if isinstance(error, ClusterUnreachable) else error from None
+        if still_ending:
+            raise _still_ending(directory.name, grace_s)
         if named is None and not lines:
             check_there(directory)
     say("\n".join(lines) or f"run {directory.name} had no processes and no files to remove")

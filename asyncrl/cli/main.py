@@ -184,7 +184,7 @@ def main() -> None:
     except SystemExit:  # every command ends with it; other exceptions are unexpected
         ends_on_purpose()
         raise
-    except BaseException:  # a restart of a generator would not mend it
+    except BaseException:  # it is an error of the code, so the exit code must not ask for another start
         if reported:
             ends_on_purpose()
         raise

@@ -131,8 +131,8 @@ class RunSection(Section):
     """Number of times within an hour that `asyncrl up` or `asyncrl learner` starts again by itself after a process of
     the run has died. Each restart resumes the run from its newest checkpoint. 0 turns restarts off."""
     lost_weights: Annotated[Literal["refuse", "new_run"], PER_DEPLOYMENT] = "refuse"
-    """What a learner does if its run still exists on the Ray cluster, but cannot go on: the run has ended or failed, or
-    its learner was killed before the first checkpoint. `refuse`: the learner ends with an error that names
+    """The choice of a learner whose run still exists on the Ray cluster, but cannot go on: the run has ended or failed,
+    or its learner was killed before the first checkpoint. `refuse`: the learner ends with an error that names
     `asyncrl down`. `new_run`: the learner ends the rest of that run. Then it resumes the run from its newest
     checkpoint, or begins a new run if there is none. For jobs that a scheduler submits again."""
     stop_when: StopWhenSection | None = None

@@ -90,7 +90,7 @@ class LearnerDisplay:
     failures: Callable[[], Mapping[str, int]] = dict
     hidden_tags: tuple[str, ...] = ()
     _seen: tuple[object, ...] = field(default=(), init=False)
-    """What the last view was made from."""
+    """The numbers of records and the settings from which the last view was made."""
     _run: RunView = field(default_factory=RunView, init=False)
 
     def enter(self, phase: str) -> None:

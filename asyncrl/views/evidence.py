@@ -1,4 +1,4 @@
-"""What the rules of the health notes look at: the records of a run, cut into the windows that the rules compare.
+"""Cuts the records of a run into the windows that the rules of the health notes compare.
 
 A rule compares the last steps with the first ones, or looks for the step since which something holds. All windows have
 trained steps only.

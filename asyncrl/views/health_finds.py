@@ -29,8 +29,8 @@ class Limit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What a rule has found: the measured number, the fact as a sentence without its full stop, and the step since
-    which it holds. None for a fact that does not belong to a step."""
+    """A fault that a rule has found: the measured number, the fact as a sentence without its full stop, and the step
+    since which it holds. The step is None if the fact does not belong to a step."""
 
     number: float
     fact: str

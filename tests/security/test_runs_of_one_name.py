@@ -137,3 +137,13 @@ def test_a_run_has_the_nonce_of_its_last_learner() -> None:
     registry.attach(Deployment(id="a", role=Role.LEARNER, host="h", pid=1, nonce="n"))
     registry.detach("a")
     assert registry.run_nonce() == "n"
+
+
+def test_down_ends_no_actors_of_a_learner_that_still_saves_although_its_directory_is_elsewhere(
+    changed: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shared_actors, "ask_to_end", lambda *_, **__: False)
+    answer = CliRunner().invoke(app, ["down", "elsewhere"])
+    assert (answer.exit_code, changed) == (1, [])
+    assert "it may still save its weights" in answer.output
