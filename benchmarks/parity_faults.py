@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from torch.distributed.tensor import DTensor
@@ -228,11 +229,13 @@ def weights_of(worker: PolicyWorker) -> Weights:
 
 
 def move_weights(worker: PolicyWorker, rate: float, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+    """Moves each weight up or down by `rate`, as the first steps of AdamW do."""
+    generator = np.random.default_rng(seed)
     with torch.no_grad():
         for parameter in worker.model.parameters():
             own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            ups = torch.randint(0, 2, own.shape, generator=generator, dtype=torch.int8)
+            drawn = np.frombuffer(generator.bytes(-(-own.numel() // 8)), dtype=np.uint8)
+            ups = torch.from_numpy(np.unpackbits(drawn, count=own.numel())).view(own.shape)
             own.add_(ups.to(own.dtype).mul_(2.0).sub_(1.0), alpha=rate)
 
 

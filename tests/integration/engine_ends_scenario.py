@@ -3,9 +3,10 @@ two transports. Each argument after the model is the number of workers, a comma,
 to kill: 0 is the engine's core, the next ones are its workers. Another child of this process ends beside each one of
 these engines. The last engine has two workers, and this process then waits until it is killed.
 
-Prints as JSON, for each engine that loses a process: the names of its processes, the differences between the log-probs
-of engine and trainer after each update, whether the end of the other child was taken for its own end, the cause that
-the engine gives, and the processes that are left. For the last engine: its processes, and all processes of this one.
+Prints as JSON, for each engine: the names of its processes, and the differences between the log-probs of engine and
+trainer after each update. For an engine that loses a process: whether the end of the other child was taken for its own
+end, the cause that the engine gives, and the processes that are left. For the last engine: its processes, and all
+processes of this one.
 """
 
 import asyncio
@@ -78,8 +79,10 @@ async def main(model_path: str, *cases: str) -> None:
         workers, victim = map(int, case.split(","))
         print(json.dumps(await killed(model_path, workers=workers, victim=victim)), flush=True)
     engine = await started(model_path, workers=2)
+    names = [psutil.Process(pid).name() for pid in engine.processes.started]
+    found = {"names": names} | await updated(engine, model_path)
     everything = [process.pid for process in psutil.Process().children(recursive=True)]
-    print(json.dumps({"engine": list(engine.processes.started), "everything": everything}), flush=True)
+    print(json.dumps(found | {"engine": list(engine.processes.started), "everything": everything}), flush=True)
     await asyncio.Event().wait()
 
 

@@ -142,6 +142,7 @@ def audited(directory: Path) -> Outcome:
     return checked("5", steps_replay, read_history(directory))
 
 
+@pytest.mark.campaign
 def test_the_steps_of_a_run_are_computed_again_bit_by_bit(run: Path) -> None:
     outcome = audited(run)
     assert outcome.verdict is Verdict.PASSED, outcome.detail

@@ -1,125 +1,51 @@
 """Separate commands on a Ray of two nodes, one for the learner and one for generators: either side may start first,
 generators join and leave, and SIGTERM leaves no process behind."""
 
-import contextlib
 import json
 import os
 import re
-import secrets
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import pytest
 from conftest import QUICKSTART, Command, Run, engines_of, in_this_process, small_overrides
-from kills import kill, ray_session
+from kills import kill
 from onlookers import expect_advice
+from two_nodes import CONTROL_ACTORS, PLACEMENT, TwoNodes, pools_of, two_nodes
 
 from asyncrl.cli.restarts import PREEMPTED, RESTART_MENDS
 from asyncrl.views.headline import Bound
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.campaign]
 
 READY_S = 480
-STARTS = 3
-"""Number of attempts to start a Ray node."""
 SLOTS_OF_SECOND = 5
-CONTROL_ACTORS = ("CoordinatorActor", "WeightStore", "PartitionActor")
-"""Classes of the shared actors with which the run ends: the buffer, the weight store, the row index."""
 IMPORTS = {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 Engines = Callable[[], set[int]]
 Status = Callable[[str], dict[str, Any]]
 
 
-class Head(NamedTuple):
-    """A Ray: its address, its session folder, and the process that started each node, by the node's label `pool`."""
-
-    address: str
-    session: str
-    nodes: dict[str, psutil.Popen]
-
-
 @pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
-    """A Ray that only this module uses, with its own token. The head is for learners, and a second node is for
-    generators. Both nodes are on this machine and end with the processes that started them."""
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    logs = tmp_path_factory.mktemp("ray")
-    nodes: dict[str, psutil.Popen] = {}
-    try:
-        options = ["--head", "--port=0", "--include-dashboard=false"]
-        address = started_node(nodes, "learner", *options, log=logs / "head.log", says=r"--address='([0-9.]+:\d+)'")
-        started_node(nodes, "generator", f"--address={address}", log=logs / "second.log", says="(Ray runtime started)")
-        yield Head(address, ray_session(nodes["learner"]), nodes)
-    finally:
-        del os.environ["RAY_AUTH_TOKEN"]
-        running = [node for node in nodes.values() if node.poll() is None]
-        family = [each for node in running for each in [node, *node.children(recursive=True)]]
-        for node in reversed(running):
-            node.terminate()
-        _, alive = psutil.wait_procs(family, timeout=120)
-        for left in alive:
-            left.kill()
-
-
-def started_node(nodes: dict[str, psutil.Popen], pool: str, *options: str, log: Path, says: str) -> str:
-    """Adds a Ray node for a pool and waits until its log matches. Returns the first group of the match.
-
-    A busy machine may take longer than Ray's limit of 30 s for the start of a node, which is then started again.
-    """
-    for left in reversed(range(STARTS)):
-        begin_node(nodes, pool, *options, log=log)
-        deadline_s = time.monotonic() + 360
-        while not (found := re.search(says, log.read_text())) and nodes[pool].poll() is None:
-            assert time.monotonic() < deadline_s, log.read_text()
-            time.sleep(0.2)  # polls another process
-        if found:
-            break
-        assert left, log.read_text()
-        assert "timed out during startup" in log.read_text(), log.read_text()
-    assert found
-    return found[1]
-
-
-def begin_node(nodes: dict[str, psutil.Popen], pool: str, *options: str, log: Path) -> None:
-    """Adds the process that starts a Ray node for a pool."""
-    sizes = ["--num-cpus=2", f"--object-store-memory={2**29}", "--min-worker-port=0", "--max-worker-port=0"]
-    with log.open("wb") as file:
-        nodes[pool] = psutil.Popen(
-            [sys.executable, "-m", "ray.scripts.scripts", "start", f"--labels=pool={pool}", *options, *sizes,
-             "--disable-usage-stats", "--block"],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            # Without the mode, Ray joins an address without its token. Its workers import modules of the tests.
-            env=os.environ | IMPORTS | {"RAY_AUTH_MODE": "token"},
-        )  # fmt: skip
-
-
-def pools_of(actor: str, head: Head) -> list[str]:
-    """Returns the pool of the node for each process of an actor class. Ray names the process after the class."""
-    found = []
-    for pool, node in head.nodes.items():
-        for process in node.children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                found += [pool] * "".join(process.cmdline()[:1]).startswith(f"ray::{actor}")
-    return found
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
+    """A Ray that only this module uses."""
+    with two_nodes(tmp_path_factory.mktemp("ray")) as nodes:
+        yield nodes
 
 
 @pytest.fixture
-def ray_head(head: Head) -> str:
+def ray_head(head: TwoNodes) -> str:
     """Returns the address of the Ray."""
     return head.address
 
 
 @pytest.fixture(scope="module")
-def status(head: Head) -> Iterator[Status]:
+def status(head: TwoNodes) -> Iterator[Status]:
     """Returns a function that returns the status of a run by name; {} if there is no such run."""
     command = [sys.executable, str(Path(__file__).with_name("status_answers.py")), head.address]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -138,7 +64,7 @@ def status(head: Head) -> Iterator[Status]:
 
 
 @pytest.fixture
-def engines(head: Head) -> Engines:
+def engines(head: TwoNodes) -> Engines:
     """Returns a function that lists the processes of this Ray's engines."""
     return lambda: engines_of(head.session)
 
@@ -157,8 +83,7 @@ def deployment(
         *small_overrides(model_path),
         "learner.total_steps=100000",
         "eval.prompts=4",
-        "generator.node_labels={pool: generator}",
-        "learner.node_labels={pool: learner}",
+        *PLACEMENT,
         *overrides,
         **IMPORTS,
     )
@@ -177,7 +102,7 @@ def resumed_at(run: Path) -> int | None:
 
 @pytest.mark.fault("F2", "F6", "F42")
 def test_a_generator_and_the_learner_are_killed_and_no_group_is_lost(
-    run_command: Run, head: Head, ray_head: str, engines: Engines, status: Status, model_path: str, tmp_path: Path
+    run_command: Run, head: TwoNodes, ray_head: str, engines: Engines, status: Status, model_path: str, tmp_path: Path
 ) -> None:
     name = tmp_path.name
     overrides = [
@@ -264,10 +189,9 @@ def test_a_generator_and_the_learner_are_killed_and_no_group_is_lost(
     in_this_process("audit", str(run))
 
 
-@pytest.mark.campaign
 @pytest.mark.fault("F41")
 def test_the_index_of_the_rows_is_killed_and_the_run_goes_on_with_a_new_generator(
-    run_command: Run, head: Head, ray_head: str, engines: Engines, model_path: str, tmp_path: Path
+    run_command: Run, head: TwoNodes, ray_head: str, engines: Engines, model_path: str, tmp_path: Path
 ) -> None:
     overrides = ["learner.groups_logged=4", "generator.max_starts_per_s=2", "checkpoint.every_steps=2"]
     first = deployment(run_command, "generator", ray_head, model_path, tmp_path, *overrides)
@@ -295,7 +219,6 @@ def test_the_index_of_the_rows_is_killed_and_the_run_goes_on_with_a_new_generato
     in_this_process("audit", str(run))
 
 
-@pytest.mark.campaign
 def test_learner_first_then_a_generator_and_down_ends_what_a_killed_learner_left(
     run_command: Run, ray_head: str, engines: Engines, status: Status, model_path: str, tmp_path: Path
 ) -> None:

@@ -1,15 +1,18 @@
 """A run of two recipes as parts of a mixture: conversations from a parquet file with two rewards, and agents that
-answer questions with a tool through two client packages. Real Ray, vLLM, gateway and FSDP2."""
+answer questions with a tool through two client packages. Learner and generator are commands of their own, on a Ray of
+two nodes. Real Ray, vLLM, gateway and FSDP2."""
 
 import json
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import yaml
 from chat_models import write_conversations
-from conftest import REPOSITORY, Command, in_this_process
+from conftest import REPOSITORY, Command, engines_of, in_this_process
 from two_clients import client_of
+from two_nodes import CONTROL_ACTORS, PLACEMENT, pools_of, two_nodes
 
 from asyncrl.config.load import load_config
 from asyncrl.demo.tiny_model import ensure_model
@@ -34,9 +37,15 @@ TINY = [
 SEARCH_PATH = (AGENTS, Path(__file__).parent, os.environ.get("PYTHONPATH", ""))
 
 
+class MixtureRun(NamedTuple):
+    """The directory of a run that has ended in order, and the pools of the nodes on which its actors were, by class."""
+
+    path: Path
+    placed: dict[str, list[str]]
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the directory of the run, which has ended in order."""
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> MixtureRun:
     folder = tmp_path_factory.mktemp("mixture")
     pairs = [(first, second) for first in range(20) for second in range(20)]
     rows = [(f"Which is larger, {first} or {second}?", str(max(first, second))) for first, second in pairs]
@@ -82,18 +91,39 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "eval.every_steps=1",
         "eval.samples=2",
         f"eval.sets.exact={json.dumps(exact)}",
-        "weights.transport=ipc",
+        *PLACEMENT,
     ]
     environment = {"PYTHONPATH": os.pathsep.join(map(str, SEARCH_PATH))}
-    command = Command(
-        ["up", "-c", str(folder / "recipe.yaml"), *overrides], log=folder / "log", environment=environment
-    )
-    try:
-        assert command.wait(500) == 0, command.output()[-4000:]
-    finally:
-        command.end()
-    assert "environment.score_workers = 2: the agents of a group run in one process" in command.output()
-    return folder / "runs" / "mixture"
+    run = folder / "runs" / "mixture"
+    commands: list[Command] = []
+    with two_nodes(folder, modules=SEARCH_PATH[:2]) as ray:
+        try:
+            for side in ("generator", "learner"):
+                arguments = [side, "--address", ray.address, "-c", str(folder / "recipe.yaml"), *overrides]
+                commands.append(Command(arguments, log=folder / f"{side}.log", environment=environment))
+            generator, learner = commands
+            learner.wait_for((run / "steps.jsonl").exists, timeout_s=400, what="a first step")
+            placed = {actor: pools_of(actor, ray) for actor in ("RankActor", "GeneratorActor", *CONTROL_ACTORS)}
+            assert learner.wait(400) == 0, learner.output()[-4000:]
+            assert generator.wait(240) == 0, generator.output()[-4000:]
+            assert not engines_of(ray.session), "an engine outlived its deployment"
+        finally:
+            for command in commands:
+                command.end()
+    assert "environment.score_workers = 2: the agents of a group run in one process" in generator.output()
+    return MixtureRun(run, placed)
+
+
+@pytest.fixture
+def run(mixture: MixtureRun) -> Path:
+    """Returns the directory of the run."""
+    return mixture.path
+
+
+def test_each_part_is_on_the_node_of_its_pool(mixture: MixtureRun) -> None:
+    """The buffer, the weight store and the row index, with which the run would end, are on the learner's node."""
+    of_pools = {"RankActor": "learner", "GeneratorActor": "generator"} | dict.fromkeys(CONTROL_ACTORS, "learner")
+    assert mixture.placed == {actor: [pool] for actor, pool in of_pools.items()}
 
 
 def samples_of(run: Path, part: str) -> list[SampleRecord]:

@@ -1,5 +1,6 @@
-"""`asyncrl.run` with real Ray, vLLM and FSDP2: the example of docs/python.md, and a run with stragglers that is
-interrupted, in one process. The engine computes in bfloat16, and only changed weights are sent."""
+"""`asyncrl.run` with real Ray, vLLM and FSDP2, two runs in one process. The first one is the example of docs/python.md
+with η = 0: synchronous on-policy training, with the batches of a sequential loop and importance ratios of 1. The second
+one has stragglers and is interrupted. Its engine computes in bfloat16, and only changed weights are sent."""
 
 import json
 import os
@@ -9,10 +10,27 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from conftest import QUICKSTART, REPOSITORY, in_this_process
+from local_weights import staged
 
+from asyncrl.algorithms.advantages import Samples, compute_advantages, resolve_estimator
+from asyncrl.algorithms.loss import build_loss
+from asyncrl.algorithms.presets import baseline_of
 from asyncrl.audit.history import read_history
-from asyncrl.learner.records import StepRecord, read_lines
+from asyncrl.buffer.groups import seed_of_group
+from asyncrl.common.version import Version
+from asyncrl.config.load import load_config
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.prompts import PromptSource
+from asyncrl.data.tokenizer import encode_prompt, load_tokenizer
+from asyncrl.environments.interfaces import build_reward, build_tasks
+from asyncrl.generation.episodes import episode_rows, single_turn
+from asyncrl.generation.vllm_engine import VLLMEngine
+from asyncrl.learner.records import SampleRecord, StepRecord, read_lines
+from asyncrl.policy.worker import PolicyWorker
+from asyncrl.weights.manifest import layout
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -22,6 +40,8 @@ INTERRUPTED_AT = 8
 """The fewest steps of the second run. It goes on until a straggler was trained late."""
 STRAGGLERS = {
     "run.name": "second",
+    "model.dtype": "bfloat16",
+    "weights.delta": True,
     "learner.total_steps": 100000,
     "learner.group_size": 2,
     "staleness.on_deadline": "mask",
@@ -70,13 +90,15 @@ def runs(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     tmp_path = tmp_path_factory.mktemp("from-python")
     overrides = {
         "run": {"name": "first", "dir": str(tmp_path), "shutdown_grace_s": 60.0},
-        "model": {"path": model_path, "max_length": 64, "tiny": None, "dtype": "bfloat16"},
+        "model": {"path": model_path, "max_length": 64, "tiny": None},
         "learner": {"total_steps": STEPS, "groups_per_step": 4, "group_size": 4, "optimizer": {"warmup_steps": 0}},
-        "generator": {"max_concurrent_groups": 8, "max_completion_tokens": 10},
+        "generator": {"max_concurrent_groups": 4, "max_completion_tokens": 10},
         "eval.prompts": 16,
         "environment.options.size": 4000,  # fewer questions take less time to make
-        "weights.delta": True,
-        "staleness.max_versions": 2,
+        "environment.reward": "dense_reward:by_checksum",
+        "learner.groups_logged": 4,
+        "staleness.max_versions": 0,
+        "weights.transport": "ipc",
     }
     text, changed = re.subn(r"^OVERRIDES = .*$", f"OVERRIDES = {overrides!r}", EXAMPLE.read_text(), flags=re.MULTILINE)
     assert changed == 1
@@ -106,11 +128,80 @@ def test_the_example_trains_and_a_second_run_ends_in_order_when_it_is_interrupte
     assert "SIGTERM" not in done.stderr, "Ray's warning about the thread is not for the user"
     first, second = [json.loads((tmp_path / name / "run.json").read_bytes()) for name in ("first", "second")]
     assert (first["state"], second["state"]) == ("finished", "stopped")
-    summary = json.loads((tmp_path / "first" / "summary.json").read_bytes())
+    summary = json.loads((tmp_path / "second" / "summary.json").read_bytes())
     assert 1e-4 < summary["parity_max_nats"] < 1, "engine and learner round differently in bfloat16"
     assert re.search(r"after step \d+ of 100000", second["exit_reason"])
     assert list((tmp_path / "second" / "checkpoints").glob("step-*/hf")), "the weights must be saved"
     assert (tmp_path / "first" / "report.html").exists()
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_the_example_trains_the_batches_of_a_sequential_loop(
+    runs: tuple[Path, subprocess.CompletedProcess[str]], model_path: str, engine: VLLMEngine
+) -> None:
+    run = runs[0] / "first"
+    summary = json.loads((run / "summary.json").read_bytes())
+    assert summary["max_token_staleness"] == 0
+    assert summary["parity_max_nats"] <= 1e-4, "importance ratios are not 1"
+    config = load_config([run / "config.yaml"], [])
+    for record in read_lines(run / "steps.jsonl", StepRecord):
+        assert record.ess_ratio == pytest.approx(1.0, abs=1e-4)
+        held = sum(record.buffer_groups.values())
+        assert held <= config.learner.groups_per_step, "more groups in flight than a step"
+    expected = await sequential_loop(config, model_path, engine)
+    for step in range(STEPS):
+        samples = read_lines(run / "samples" / f"step-{step}.jsonl", SampleRecord)
+        got = sorted((sample.group, sample.prompt, sample.completion) for sample in samples)
+        assert got == sorted(expected[step])
+
+
+async def sequential_loop(config, model_path: str, engine: VLLMEngine):  # type: ignore[no-untyped-def]
+    """A sequential loop: generates B groups, trains on them, loads the new weights, and repeats."""
+    learner = config.learner
+    tokenizer = load_tokenizer(model_path, chat="auto")
+    train, _ = build_tasks(config)
+    prompts = PromptSource(train, seed=config.run.seed, shuffle=config.data.shuffle)
+    reward = build_reward(config.environment).function
+    policy = PolicyWorker(model_path=model_path, config=config, rank=0, world_size=1, store=dist.HashStore())
+    entries = layout(policy.weights_metadata())
+    estimator, loss_fn = resolve_estimator(baseline_of(config.algorithm)), build_loss(config)
+    seen = []
+    try:
+        for step in range(STEPS):
+            policy.take_snapshot(entries, [])
+            await engine.load(*staged(policy._snapshots[0], Version(1, step)))
+            groups, batch = [], []
+            for index in range(step * learner.groups_per_step, (step + 1) * learner.groups_per_step):
+                task = prompts.next()
+                assert task is not None
+                ids = encode_prompt(tokenizer, task.prompt)
+                completions = await engine.generate(
+                    ids,
+                    n=learner.group_size,
+                    seed=seed_of_group(config.run.seed, index, group_size=learner.group_size),
+                    temperature=config.generator.temperature,
+                    max_tokens=config.generator.max_completion_tokens,
+                )
+                rewards = [reward(task, completion.text) for completion in completions]
+                batch += [(index, task.prompt, completion.text) for completion in completions]
+                groups.append((index, ids, completions, rewards))
+            seen.append(batch)
+            policy.train(step_rows(groups, estimator), loss_fn, rows_per_update=len(batch), step=step)
+    finally:
+        policy.close()
+    return seen
+
+
+def step_rows(groups, estimator) -> BatchedDataDict:  # type: ignore[no-untyped-def]
+    rewards = torch.tensor([reward for *_, rewards in groups for reward in rewards])
+    ids = torch.tensor([index for index, *_, rewards in groups for _ in rewards])
+    rows = BatchedDataDict.from_batches(
+        [episode_rows([single_turn(prompt, each) for each in completions]) for _, prompt, completions, _ in groups],
+        pad_value_dict={"weight_versions": -1},
+    )
+    rows["advantages"] = compute_advantages(estimator, Samples(rewards_N=rewards, group_ids_N=ids))
+    rows["sample_mask"] = torch.ones(rows.size)
+    return rows
 
 
 def test_stragglers_do_not_stop_the_learner_and_the_audit_passes(

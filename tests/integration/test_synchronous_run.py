@@ -1,5 +1,5 @@
-"""With η = 0, a run is synchronous on-policy training: it trains the batches of a sequential loop, with importance
-ratios of 1. It is stopped and goes back to an early checkpoint. Its processes are killed, and it trains the same."""
+"""A run with η = 0 is stopped and goes back to an early checkpoint. Its processes are killed, and it trains the same.
+test_run_from_python.py compares the batches of such a run with those of a sequential loop."""
 
 import json
 import os
@@ -11,38 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from conftest import QUICKSTART, Command, Run, in_this_process, small_config, small_overrides
+from conftest import QUICKSTART, Command, Run, in_this_process, small_overrides
 from kills import kill
-from local_weights import staged
 from onlookers import reported
 
-from asyncrl.algorithms.advantages import Samples, compute_advantages, resolve_estimator
-from asyncrl.algorithms.loss import build_loss
-from asyncrl.algorithms.presets import baseline_of
-from asyncrl.buffer.groups import seed_of_group
-from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE
-from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.prompts import PromptSource
-from asyncrl.data.tokenizer import encode_prompt, load_tokenizer
-from asyncrl.environments.interfaces import build_reward, build_tasks
-from asyncrl.generation.episodes import episode_rows, single_turn
-from asyncrl.generation.vllm_engine import VLLMEngine
-from asyncrl.policy.worker import PolicyWorker
 from asyncrl.views.headline import Bound
-from asyncrl.weights.manifest import layout
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.campaign]
 
 STEPS = 16
 STOPPED_AT = 12
 """The uninterrupted run is stopped when it has so many steps. It then may train a few more."""
 EARLY = 2
 """The step of the checkpoint to which the run goes back."""
-COMPARED_STEPS = 3
-"""Steps whose batches are compared with those of a sequential loop."""
 ADVICE = "raise staleness.max_versions while the effective sample size is high"
 SYNCHRONOUS = [
     "staleness.max_versions=0",
@@ -97,75 +79,6 @@ def trained(run: Path) -> list[tuple[float, float, float]]:
     return [(step["loss"], step["grad_norm"], step["reward_mean"]) for step in records(run, "steps")]
 
 
-@pytest.mark.asyncio(loop_scope="session")
-async def test_it_equals_a_sequential_loop(whole: Path, model_path: str, engine: VLLMEngine) -> None:
-    summary = json.loads((whole / "summary.json").read_bytes())
-    assert summary["max_token_staleness"] == 0
-    assert summary["parity_max_nats"] <= 1e-4, "importance ratios are not 1"
-    found = reported(whole)
-    assert found.bound is Bound.STALENESS, "the two sides wait for each other in turn"
-    assert ADVICE in found.sentence
-    config = small_config(model_path, *SYNCHRONOUS)
-    for record in records(whole, "steps"):
-        assert record["ess_ratio"] == pytest.approx(1.0, abs=1e-4)
-        held = sum(record["buffer_groups"].values())
-        assert held <= config.learner.groups_per_step, "more groups in flight than a step"
-    expected = await sequential_loop(config, model_path, engine)
-    for step in range(COMPARED_STEPS):
-        samples = records(whole, f"samples/step-{step}")
-        got = sorted((sample["group"], sample["prompt"], sample["completion"]) for sample in samples)
-        assert got == sorted(expected[step])
-
-
-async def sequential_loop(config, model_path: str, engine: VLLMEngine):  # type: ignore[no-untyped-def]
-    """A sequential loop: generates B groups, trains on them, loads the new weights, and repeats."""
-    learner = config.learner
-    tokenizer = load_tokenizer(model_path, chat="auto")
-    train, _ = build_tasks(config)
-    prompts = PromptSource(train, seed=config.run.seed, shuffle=config.data.shuffle)
-    reward = build_reward(config.environment).function
-    policy = PolicyWorker(model_path=model_path, config=config, rank=0, world_size=1, store=dist.HashStore())
-    entries = layout(policy.weights_metadata())
-    estimator, loss_fn = resolve_estimator(baseline_of(config.algorithm)), build_loss(config)
-    seen = []
-    try:
-        for step in range(COMPARED_STEPS):
-            policy.take_snapshot(entries, [])
-            await engine.load(*staged(policy._snapshots[0], Version(1, step)))
-            groups, batch = [], []
-            for index in range(step * learner.groups_per_step, (step + 1) * learner.groups_per_step):
-                task = prompts.next()
-                assert task is not None
-                ids = encode_prompt(tokenizer, task.prompt)
-                completions = await engine.generate(
-                    ids,
-                    n=learner.group_size,
-                    seed=seed_of_group(config.run.seed, index, group_size=learner.group_size),
-                    temperature=config.generator.temperature,
-                    max_tokens=config.generator.max_completion_tokens,
-                )
-                rewards = [reward(task, completion.text) for completion in completions]
-                batch += [(index, task.prompt, completion.text) for completion in completions]
-                groups.append((index, ids, completions, rewards))
-            seen.append(batch)
-            policy.train(step_rows(groups, estimator), loss_fn, rows_per_update=len(batch), step=step)
-    finally:
-        policy.close()
-    return seen
-
-
-def step_rows(groups, estimator) -> BatchedDataDict:  # type: ignore[no-untyped-def]
-    rewards = torch.tensor([reward for *_, rewards in groups for reward in rewards])
-    ids = torch.tensor([index for index, *_, rewards in groups for _ in rewards])
-    rows = BatchedDataDict.from_batches(
-        [episode_rows([single_turn(prompt, each) for each in completions]) for _, prompt, completions, _ in groups],
-        pad_value_dict={"weight_versions": -1},
-    )
-    rows["advantages"] = compute_advantages(estimator, Samples(rewards_N=rewards, group_ids_N=ids))
-    rows["sample_mask"] = torch.ones(rows.size)
-    return rows
-
-
 @pytest.mark.fault("F6", "F7", "F8", "F34", "F36", "F37", "F38")
 @pytest.mark.timeout(1500)
 def test_a_run_whose_processes_are_killed_trains_what_an_uninterrupted_run_trains(
@@ -174,6 +87,9 @@ def test_a_run_whose_processes_are_killed_trains_what_an_uninterrupted_run_train
     """Losses and weights are equal, bit by bit. The run goes back to an earlier checkpoint than its newest. While it
     trains the steps again, it is killed."""
     run = stopped
+    found = reported(whole)
+    assert found.bound is Bound.STALENESS, "the two sides wait for each other in turn"
+    assert ADVICE in found.sentence
     assert json.loads((run / "run.json").read_bytes())["state"] in ("stopped", "finished")
     folders = {path.name for path in (run / "checkpoints").iterdir()}
     assert f"step-{len(trained(whole))}" in folders, "the end of the run waits for the save of its last step"

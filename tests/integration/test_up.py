@@ -317,6 +317,7 @@ def test_a_second_run_on_the_same_directory_is_refused_at_once_and_the_first_goe
     assert summary_of(watched.path)["steps"] == STEPS
 
 
+@pytest.mark.campaign
 def test_a_reward_that_always_raises_ends_the_run_with_its_cause(
     run_command: Run, model_path: str, tmp_path: Path
 ) -> None:

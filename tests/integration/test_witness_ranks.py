@@ -2,6 +2,8 @@
 check that is meant for them (spawned processes, gloo)."""
 
 import pickle
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 from own_losses import HEALTHY, MISTAKEN
 from tiny_groups import make_model
-from witness_scenarios import FAULTS, MODES, run_rank
+from witness_scenarios import FAULTS, MODES, healthy_steps, run_rank, steps_with_faults
 
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.metrics.numbers import WITNESSED
@@ -17,72 +19,84 @@ from asyncrl.witness.judge import CHECKS
 
 pytestmark = pytest.mark.integration
 
-WORLDS = (1, 2)
+Results = Callable[[int], dict[str, Any]]
+WORLDS = [pytest.param(1, marks=pytest.mark.campaign), 2]
+"""Faults are planted on two ranks, in the campaign on one rank too."""
 
 
-def results_of(folder: Path, *, every: bool = False) -> dict[int, dict[str, Any]]:
+def results_of(folder: Path, work: Callable[..., dict[str, Any]], *worlds: int) -> dict[int, dict[str, Any]]:
     """Returns the results of the first rank by number of ranks."""
     make_model(folder / "model")
     contexts = [
         torch.multiprocessing.start_processes(
-            run_rank, args=(world_size, folder, every), nprocs=world_size, join=False, start_method="forkserver"
+            run_rank, args=(world_size, folder, work), nprocs=world_size, join=False, start_method="forkserver"
         )
-        for world_size in WORLDS
+        for world_size in worlds
     ]
     for context in contexts:
         while not context.join():
             pass
-    return {world: pickle.loads((folder / f"results-{world}-0.pkl").read_bytes()) for world in WORLDS}
+    return {world: pickle.loads((folder / f"results-{world}-0.pkl").read_bytes()) for world in worlds}
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    return results_of(tmp_path_factory.mktemp("witness"))
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    return results_of(tmp_path_factory.mktemp("healthy"), healthy_steps, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Returns a function that returns the results of steps with faults for a number of ranks."""
+
+    @cache
+    def of(world: int) -> dict[str, Any]:
+        return results_of(tmp_path_factory.mktemp("planted"), steps_with_faults, world)[world]
+
+    return of
 
 
 def check_healthy(results: dict[str, Any], *, steps: int) -> None:
-    healthy = {name: found for name, found in results.items() if name.split()[0] in MODES}
-    assert len(healthy) == steps
+    assert len(results) == steps
     # its gate has a budget, whose bound depends on all tokens of the step
-    assert all("bounds" in found for name, found in healthy.items() if name.endswith(" m2po"))
-    for name, found in healthy.items():
+    assert all("bounds" in found for name, found in results.items() if name.endswith(" m2po"))
+    for name, found in results.items():
         assert set(found) >= {"counts", "rows", "advantages", "coefficients", "optimizer"}, name
         for check, ratio in found.items():
             assert ratio < 0.7, (name, check)
     # some objectives gate all tokens of the drawn group, which then has no gradient
-    assert sum("gradient" in found for found in healthy.values()) > 0.8 * steps
+    assert sum("gradient" in found for found in results.values()) > 0.8 * steps
 
 
-@pytest.mark.parametrize(("world", "steps"), [(1, len(PRESETS) + 5 * 4), (2, 6 * 4)])
-def test_healthy_updates_pass(results: dict[int, dict[str, Any]], world: int, steps: int) -> None:
-    check_healthy(results[world], steps=steps)
+@pytest.mark.parametrize(("world", "steps"), [(1, len(PRESETS) + 2 * 4 + 3 * 2), (2, 3 * 4 + 3 * 2)])
+def test_healthy_updates_pass(healthy: dict[int, dict[str, Any]], world: int, steps: int) -> None:
+    check_healthy(healthy[world], steps=steps)
 
 
 @pytest.mark.campaign
 def test_updates_of_every_objective_pass_in_every_mode_and_precision(tmp_path: Path) -> None:
-    for found in results_of(tmp_path, every=True).values():
+    for found in results_of(tmp_path, partial(healthy_steps, every=True), 1, 2).values():
         check_healthy(found, steps=len(PRESETS) * len(MODES) * 2)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(results: dict[int, dict[str, Any]], world: int, fault: str) -> None:
+def test_a_planted_fault_is_found(planted: Results, world: int, fault: str) -> None:
     check, _ = FAULTS[fault]
-    assert results[world][f"fault: {fault}"][check] > 1.0
-    assert all(ratio < 0.7 for ratio in results[world][f"after: {fault}"].values()), "the next update is healthy"
+    assert planted(world)[f"fault: {fault}"][check] > 1.0
+    assert all(ratio < 0.7 for ratio in planted(world)[f"after: {fault}"].values()), "the next update is healthy"
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_equal_samples_share_a_plain_pass(results: dict[int, dict[str, Any]], world: int) -> None:
-    found, passes = results[world]["equal samples"]
+def test_equal_samples_share_a_plain_pass(planted: Results, world: int) -> None:
+    found, passes = planted(world)["equal samples"]
     assert found["gradient"] < 0.7
     assert found["rows"] < 0.7
     assert passes == 1
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_failed_check_ends_the_step_before_the_optimizer(results: dict[int, dict[str, Any]], world: int) -> None:
-    found = results[world]["stopped"]
+def test_a_failed_check_ends_the_step_before_the_optimizer(planted: Results, world: int) -> None:
+    found = planted(world)["stopped"]
     assert "The witness's check `coefficients` found: the ranks' backward pass gave trained token" in found["message"]
     assert found["unchanged"]
     assert all(ratio < 0.7 for ratio in found["after"].values()), "the ranks stay usable"
@@ -93,9 +107,9 @@ def test_a_failed_check_ends_the_step_before_the_optimizer(results: dict[int, di
 @pytest.mark.parametrize("mode", ["packed", "padded"])
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_loss_of_the_users_own_passes_and_the_kind_of_its_witness_is_known(
-    results: dict[int, dict[str, Any]], world: int, mode: str, name: str
+    planted: Results, world: int, mode: str, name: str
 ) -> None:
-    found, (_, kind) = results[world][f"own {mode}: {name}"], HEALTHY[name]
+    found, (_, kind) = planted(world)[f"own {mode}: {name}"], HEALTHY[name]
     if name != "pairwise" or mode == "packed":  # padded micro-batches divide the group
         assert found["coefficients"].kind == kind
     assert all(finding.ratio < 0.7 for finding in found.values())
@@ -104,10 +118,8 @@ def test_a_loss_of_the_users_own_passes_and_the_kind_of_its_witness_is_known(
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("mode", ["packed", "padded"])
 @pytest.mark.parametrize("name", MISTAKEN)
-def test_a_mistake_in_a_loss_of_the_users_own_is_found(
-    results: dict[int, dict[str, Any]], world: int, mode: str, name: str
-) -> None:
-    found = results[world][f"own {mode}: {name}"]
+def test_a_mistake_in_a_loss_of_the_users_own_is_found(planted: Results, world: int, mode: str, name: str) -> None:
+    found = planted(world)[f"own {mode}: {name}"]
     finding = found["coefficients"]
     assert finding.failed
     assert not any(other.failed for check, other in found.items() if check != "coefficients"), "one error is enough"
@@ -116,13 +128,11 @@ def test_a_mistake_in_a_loss_of_the_users_own_is_found(
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_witnessed_step_trains_as_another_one_and_skips_what_is_not_finite(
-    results: dict[int, dict[str, Any]], world: int
-) -> None:
-    assert results[world]["untouched"], "a loss that changes its rows finds those of the step"
-    assert results[world]["overflow"], "infinite gradients skip the step"
+def test_a_witnessed_step_trains_as_another_one_and_skips_what_is_not_finite(planted: Results, world: int) -> None:
+    assert planted(world)["untouched"], "a loss that changes its rows finds those of the step"
+    assert planted(world)["overflow"], "infinite gradients skip the step"
     for mode in ("packed", "padded"):
-        found = results[world][f"random, not drawn: {mode}"]
+        found = planted(world)[f"random, not drawn: {mode}"]
         assert not any(finding.failed for finding in found.values()), "a random loss has no two equal passes"
 
 

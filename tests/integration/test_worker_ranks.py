@@ -21,40 +21,41 @@ from asyncrl.ranks.report import step_report, train_result
 
 pytestmark = pytest.mark.integration
 
+FOUR = pytest.param(4, marks=pytest.mark.campaign)
+
 METRIC = {"rel": 4 * LOGPROB_NATS, "abs": LOGPROB_NATS}
 """Bounds for a metric. A metric is a mean of log-probs, of their exponentials or of squares of these, or a ratio of two
 such means. So its relative error is at most four times the error of the log-probs."""
 
 
+class Results(dict[tuple[int, int], dict[str, Any]]):
+    """The results by (world size, rank). The ranks of a world run when a test first asks for their results: every
+    scenario on one and two ranks, and those of the interface on four ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, place: tuple[int, int]) -> dict[str, Any]:
+        world, _ = place
+        torch.multiprocessing.start_processes(
+            run_rank, args=(world, self._folder), nprocs=world, start_method="forkserver"
+        )
+        for rank in range(world):
+            self[world, rank] = pickle.loads((self._folder / f"results-{world}-{rank}.pkl").read_bytes())
+        return self[place]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs every scenario on one and two ranks, and those of the interface also on four ranks, at the same time."""
     folder = tmp_path_factory.mktemp("ranks")
     make_model(folder / "model")
-    contexts = [
-        torch.multiprocessing.start_processes(
-            _start, args=(world_size, folder), nprocs=world_size, join=False, start_method="forkserver"
-        )
-        for world_size in (1, 2, 4)
-    ]
-    for context in contexts:
-        while not context.join():
-            pass
     return folder
 
 
-def _start(rank: int, world_size: int, folder: Path) -> None:
-    run_rank(rank, world_size, folder)
-
-
 @pytest.fixture(scope="module")
-def results(folder: Path) -> dict[tuple[int, int], dict[str, Any]]:
-    """The results by (world size, rank)."""
-    return {
-        (world, rank): pickle.loads((folder / f"results-{world}-{rank}.pkl").read_bytes())
-        for world in (1, 2, 4)
-        for rank in range(world)
-    }
+def results(folder: Path) -> Results:
+    return Results(folder)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +181,7 @@ def whole(results: Any, world_size: int, cut: str, column: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, FOUR])
 def test_rows_give_the_same_log_probs_loss_and_weights_however_they_are_cut(
     results: Any, world_size: int, cut: str
 ) -> None:
@@ -211,7 +212,7 @@ def test_rows_give_the_same_log_probs_loss_and_weights_however_they_are_cut(
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, FOUR])
 def test_prompt_groups_and_good_rows_are_counted_over_a_whole_update_however_it_is_cut(
     results: Any, world_size: int, cut: str
 ) -> None:
@@ -232,7 +233,7 @@ def test_prompt_groups_and_good_rows_are_counted_over_a_whole_update_however_it_
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, FOUR])
 def test_evaluation_gives_the_loss_and_changes_nothing(results: Any, world_size: int, cut: str) -> None:
     ranks = [results[world_size, rank]["interface"][cut] for rank in range(world_size)]
     assert all(found["kept"] for found in ranks)
@@ -252,7 +253,7 @@ def flops_of(folder: Path, data: BatchedDataDict, *, backward: bool) -> int:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, FOUR])
 def test_rows_come_to_the_same_flops_however_they_are_cut_and_evaluation_to_a_third(
     results: Any, folder: Path, world_size: int, cut: str
 ) -> None:
@@ -263,7 +264,7 @@ def test_rows_come_to_the_same_flops_however_they_are_cut_and_evaluation_to_a_th
     assert trained.peak_flops_per_s is None, "the peak of a CPU is unknown"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, FOUR])
 def test_what_a_rank_without_rows_runs_for_the_others_sake_is_no_model_flop(
     results: Any, folder: Path, world_size: int
 ) -> None:
@@ -272,7 +273,7 @@ def test_what_a_rank_without_rows_runs_for_the_others_sake_is_no_model_flop(
     assert report.model_flops == flops_of(folder, make_batch().slice(0, 5), backward=True)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, FOUR])
 def test_a_rank_with_few_rows_or_none_keeps_step(results: Any, world_size: int) -> None:
     ranks = [results[world_size, rank]["interface"]["uneven"] for rank in range(world_size)]
     first = results[1, 0]["interface"]["uneven"]
@@ -282,7 +283,7 @@ def test_a_rank_with_few_rows_or_none_keeps_step(results: Any, world_size: int) 
         assert_within(ranks[-1]["weights"][name], weight, bound=weight_spread(1), name=name)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, FOUR])
 def test_a_bare_call_on_rows_without_advantages_trains(results: Any, world_size: int) -> None:
     ranks = [results[world_size, rank]["interface"]["bare"] for rank in range(world_size)]
     trained, wanted = train_result(ranks), train_result([results[1, 0]["interface"]["bare"]])

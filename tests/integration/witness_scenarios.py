@@ -40,6 +40,7 @@ MODES: Mapping[str, dict[str, Any]] = {
     "dynamic": {"batching": "dynamic", "micro_batch_tokens": 48},
     "packed": {"batching": "packed", "micro_batch_tokens": 48},
 }
+SOME_OBJECTIVES = {"float32": ("decoupled_icepop", "grpo", "gspo", "m2po"), "bfloat16": ("decoupled_icepop", "m2po")}
 DRAWN = 3
 """The group that is drawn, whose three samples have 8, 1 and 3 tokens."""
 
@@ -333,10 +334,8 @@ OBJECTIVES = {
 """The objectives of faults that need another one than `decoupled_icepop`."""
 
 
-def run_rank(rank: int, world_size: int, folder: Path, every: bool = False) -> None:
-    """Trains healthy steps and steps with a fault. With `every`, only healthy steps: of every objective, in every
-    batching mode and precision."""
-    results: dict[str, Any] = {}
+def run_rank(rank: int, world_size: int, folder: Path, work: Callable[..., dict[str, Any]]) -> None:
+    """Does one of the works below, and writes its results."""
 
     def worker(name: str, *, dtype: str = "float32", on_failure: str = "warn", **learner: Any) -> PolicyWorker:
         config = make_config(loss="decoupled_icepop", optimizer=SMOOTH_OPTIMIZER, **learner).model_dump()
@@ -348,17 +347,26 @@ def run_rank(rank: int, world_size: int, folder: Path, every: bool = False) -> N
             store=store,
         )  # fmt: skip
 
+    (folder / f"results-{world_size}-{rank}.pkl").write_bytes(pickle.dumps(work(worker)))
+
+
+def healthy_steps(worker: Callable[..., PolicyWorker], *, every: bool = False) -> dict[str, Any]:
+    """Trains steps in each batching mode and precision: of every objective, or, without `every`, of all of them only on
+    packed rows in float32 on one rank."""
+    results: dict[str, Any] = {}
     for mode, learner in MODES.items():
         for dtype in ("float32", "bfloat16"):
             policy = worker(f"{mode} {dtype}", dtype=dtype, **learner)
-            all_of_them = every or (world_size, mode, dtype) == (1, "packed", "float32")
-            names = PRESETS if all_of_them else ("decoupled_icepop", "grpo", "gspo", "m2po")
-            for name in names:
+            all_of_them = every or (policy.world_size, mode, dtype) == (1, "packed", "float32")
+            for name in PRESETS if all_of_them else SOME_OBJECTIVES[dtype]:
                 results[f"{mode} {dtype} {name}"] = step(policy, name)
             policy.close()
-    if every:
-        (folder / f"results-{world_size}-{rank}.pkl").write_bytes(pickle.dumps(results))
-        return
+    return results
+
+
+def steps_with_faults(worker: Callable[..., PolicyWorker]) -> dict[str, Any]:
+    """Trains steps with a fault, each followed by a healthy one, and steps with losses of a user's own."""
+    results: dict[str, Any] = {}
     policy = worker("faults", batching="packed", micro_batch_tokens=24)  # at least two micro-batches on each rank
     for name, (_, plant) in FAULTS.items():
         with ExitStack() as stack:
@@ -384,7 +392,7 @@ def run_rank(rank: int, world_size: int, folder: Path, every: bool = False) -> N
         policy.close()
     results["untouched"] = len(digests) == 1
     results["stopped"] = _stopped(worker("stopped", on_failure="stop", **MODES["packed"]))
-    (folder / f"results-{world_size}-{rank}.pkl").write_bytes(pickle.dumps(results))
+    return results
 
 
 def _stopped(policy: PolicyWorker) -> dict[str, Any]:
