@@ -33,7 +33,7 @@ from asyncrl.algorithms.baselines import (
 )
 from asyncrl.algorithms.interfaces import misfit
 from asyncrl.algorithms.returns import ROUNDING, deviation
-from asyncrl.config.import_path import resolve
+from asyncrl.config.import_path import fitting_options, resolve
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.user_code import describe_error
 
@@ -304,20 +304,21 @@ def _estimator_of(function: Callable[..., Any], own: OwnEstimator) -> Estimator:
     takes_samples = signature is not None and "samples" in signature.parameters
     given: dict[str, Any] = {"samples": None} if takes_samples else {}
     values = () if takes_samples else (None, None)
-    problem = None if signature is None else misfit(signature, *values, **given, **own.options)
+    options = fitting_options(function, own.options, key=KEY, name=own.path, values=len(values), given=given)
+    problem = None if signature is None else misfit(signature, *values, **given, **options)
     if problem is not None:
         wanted = "samples" if takes_samples else "rewards, group_ids"
         raise ConfigError(
-            f"{KEY} = {own.path}: it cannot be called with ({', '.join([wanted, *own.options])}): {problem}; its "
+            f"{KEY} = {own.path}: it cannot be called with ({', '.join([wanted, *options])}): {problem}; its "
             f"parameters are {signature}"
         )
 
     def estimate(samples: Samples) -> torch.Tensor:
         try:
             if takes_samples:
-                found = function(samples=samples, **own.options)
+                found = function(samples=samples, **options)
             else:
-                found = function(samples.rewards_N, samples.group_ids_N, **own.options)
+                found = function(samples.rewards_N, samples.group_ids_N, **options)
         except Exception as error:
             raise RunError(f"{KEY} = {own.path} raised {describe_error(error)}") from error
         return cast(torch.Tensor, found)

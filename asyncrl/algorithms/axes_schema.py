@@ -41,15 +41,17 @@ def with_axes(schema: Mapping[str, Any]) -> Schema:
     found["$defs"] |= {**axes, **_partial(axes), **estimators}
     fields = found["$defs"]["AlgorithmSection"]["properties"]
     presets = {name: Text(meaning=f"{preset.use} ({preset.source})") for name, preset in PRESETS.items()}
+    loss = "A loss of your own."
     fields["loss"] = _retyped(
-        fields["loss"], [*_options(presets), _import_path("A loss of your own."), _ref("Objective")]
+        fields["loss"], [*_options(presets), _import_path(loss), _ref("Objective"), _with_own_options(loss)]
     )
     fields["overrides"] = _retyped(fields["overrides"], [_ref(f"{_PARTIAL}Objective")])
-    own = {"type": "object", "properties": {"name": _import_path("An estimator of your own.")}, "required": ["name"]}
+    estimator = "An estimator of your own."
+    own = _with_own_options(estimator)
     rows = [_ref(struct.__name__) for struct in _rows()]
     fields["advantage"] = _retyped(
         fields["advantage"],
-        [*_options(_named()), _import_path("An estimator of your own."), *rows, own, {"type": "null"}],
+        [*_options(_named()), _import_path(estimator), *rows, own, {"type": "null"}],
     )
     return found
 
@@ -121,6 +123,11 @@ def _options(texts: Mapping[str, Text]) -> list[Schema]:
 
 def _import_path(description: str) -> Schema:
     return {"type": "string", "pattern": f"^{IMPORT_PATH.pattern}$", "description": description}
+
+
+def _with_own_options(description: str) -> Schema:
+    """Returns the schema of an import path with options, which only the user's code knows."""
+    return {"type": "object", "properties": {"name": _import_path(description)}, "required": ["name"]}
 
 
 def _ref(name: str) -> Schema:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from asyncrl.algorithms.axis_errors import check_positive, explained
-from asyncrl.config.import_path import is_import_path, suggest
+from asyncrl.config.import_path import OwnCallable, is_import_path, suggest
 from asyncrl.errors import ConfigError
 
 KEY = "algorithm.advantage"
@@ -163,11 +163,8 @@ class CriticBased(Whitening, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.whiten != "none"
 
 
-class OwnEstimator(msgspec.Struct, frozen=True, kw_only=True):
-    """An estimator of the user: its import path, and the keyword arguments of its callable."""
-
-    path: str
-    options: dict[str, Any] = {}
+class OwnEstimator(OwnCallable, frozen=True, kw_only=True):
+    """An estimator of the user."""
 
 
 Advantage = Outcome | CriticBased | OwnEstimator

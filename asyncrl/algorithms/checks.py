@@ -29,7 +29,7 @@ from asyncrl.algorithms.presets import (
     PRESETS,
     advantage_of,
     baseline_of,
-    is_own_loss,
+    own_loss,
     published_baseline,
     resolve_objective,
 )
@@ -70,7 +70,7 @@ def check_algorithm(config: Config) -> list[str]:
     if isinstance(advantage, Outcome):
         violations += _outcome(config, advantage)
         warnings += _single(config, advantage)
-    if is_own_loss(config.algorithm):
+    if own_loss(config.algorithm) is not None:
         violations += _own(config)
         warnings += _unknown(config)
     else:
@@ -250,16 +250,17 @@ def _own(config: Config) -> Iterator[str]:
     if config.algorithm.overrides:
         yield (
             f"algorithm.overrides: overrides replace the axes of a preset, but algorithm.loss = "
-            f"{config.algorithm.loss} is not a preset; remove algorithm.overrides, or set algorithm.loss to a preset"
+            f"{config.algorithm.loss_name} is not a preset; remove algorithm.overrides, or set algorithm.loss to a "
+            "preset"
         )
 
 
 def _unknown(config: Config) -> Iterator[str]:
     if config.staleness.max_versions > 0:
         yield (
-            f"algorithm.loss = {config.algorithm.loss}: it is not verified to correct for samples of older weights, "
-            f"but staleness.max_versions = {config.staleness.max_versions} allows them; make sure that it corrects for "
-            "them, or set staleness.max_versions=0"
+            f"algorithm.loss = {config.algorithm.loss_name}: it is not verified to correct for samples of older "
+            f"weights, but staleness.max_versions = {config.staleness.max_versions} allows them; make sure that it "
+            "corrects for them, or set staleness.max_versions=0"
         )
 
 

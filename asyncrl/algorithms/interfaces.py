@@ -128,6 +128,12 @@ def input_type_of(loss_fn: object) -> LossInputType:
 
 
 _LOGITS = ("next_token_logits", "logits")
+MODEL_OUTPUTS = (*_LOGITS, "next_token_logprobs")
+"""Names of a loss's argument for the model's outputs."""
+LOSS_ARGUMENTS = frozenset({*MODEL_OUTPUTS, "data", "global_valid_seqs", "global_valid_toks"})
+"""Names of the arguments that the policy passes to a loss. Other parameters of a user's loss are its options."""
+LOSS_ATTRIBUTES = ("loss_type", "input_type", "columns", "metric_normalizations")
+"""Optional attributes of a loss."""
 
 
 def of_outputs(

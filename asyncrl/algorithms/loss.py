@@ -11,12 +11,16 @@ Invariants, in addition to those of `token_terms.py`:
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import msgspec
 import torch
 
 from asyncrl.algorithms.interfaces import (
+    LOSS_ARGUMENTS,
+    LOSS_ATTRIBUTES,
+    MODEL_OUTPUTS,
     LossFunction,
     LossInputType,
     LossType,
@@ -26,14 +30,15 @@ from asyncrl.algorithms.interfaces import (
     misfit,
 )
 from asyncrl.algorithms.objective import Aggregation, Objective, pooled_sources
-from asyncrl.algorithms.presets import is_own_loss, resolve_objective
+from asyncrl.algorithms.presets import own_loss, resolve_objective
 from asyncrl.algorithms.token_terms import Segments, TokenTerms, is_half, token_terms, wide
-from asyncrl.config.import_path import resolve
+from asyncrl.config.import_path import OwnCallable, fitting_options, resolve
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import ConfigError, ImpreciseColumns, RunError
 from asyncrl.user_code import describe_error
 
+KEY = "algorithm.loss"
 SOURCE_COLUMNS: Mapping[str, str] = {
     "proximal": "prev_logprobs",
     "behaviour": "generation_logprobs",
@@ -264,11 +269,11 @@ def entropy(logits_BSV: torch.Tensor) -> torch.Tensor:
 def build_loss(config: Config) -> LossFunction:
     """Returns the loss that the config names: a preset with its overrides, axes that the user wrote, or an import path.
 
-    An import path must name either a LossFunction, which is callable with arguments, or a class or factory that returns
-    a LossFunction and is callable without arguments.
+    An import path must name either a LossFunction, or a class or factory that returns one.
     """
     section = config.algorithm
-    if not is_own_loss(section):
+    own = own_loss(section)
+    if own is None:
         objective = resolve_objective(section.loss, section.overrides)
         if objective.aggregation is Aggregation.SEQUENCE_SUM_CONSTANT and objective.constant is None:
             objective = msgspec.structs.replace(objective, constant=float(config.generator.max_completion_tokens))
@@ -276,13 +281,13 @@ def build_loss(config: Config) -> LossFunction:
     if section.overrides:
         raise ConfigError(
             f"algorithm.overrides: {sorted(section.overrides)} replace axes of a preset, but algorithm.loss is the "
-            f"import path {section.loss!r}, which has no axes: remove algorithm.overrides"
+            f"import path {own.path!r}, which has no axes: remove algorithm.overrides"
         )
-    loss = load_loss(str(section.loss))
+    loss = load_loss(own)
     if config.has_supports and input_type_of(loss) != LossInputType.LOGPROB:
         raise ConfigError(
             f"generator.top_k = {config.generator.top_k}: each token is sampled among the most probable tokens only, "
-            f"but the loss {section.loss!r} reads the logits of all tokens. Use a loss with the input_type "
+            f"but the loss {own.path!r} reads the logits of all tokens. Use a loss with the input_type "
             f"{LossInputType.LOGPROB.value}, or remove generator.top_k"
         )
     return loss
@@ -291,29 +296,52 @@ def build_loss(config: Config) -> LossFunction:
 # Loads a loss that the user wrote and that `algorithm.loss` names by import path.
 
 
-def load_loss(path: str) -> LossFunction:
+def load_loss(own: OwnCallable) -> LossFunction:
     """Returns the loss at the import path.
 
-    The path must name either a LossFunction, which is callable with arguments, or a class or factory that returns a
-    LossFunction and is callable without arguments. Raises ConfigError if it cannot be imported, called without
-    arguments, or called as the policy calls a loss.
+    The path must name either a LossFunction, or a class or factory that returns a LossFunction. The options are keyword
+    arguments: of the class or factory, or of every call of the LossFunction. Raises ConfigError if it cannot be
+    imported, if the options do not fit, or if the loss cannot be called as the policy calls one.
     """
-    found = resolve(path, key="algorithm.loss")
-    try:
-        loss: Any = found if _is_loss(found) else found()
-    except Exception as error:  # a factory that the user wrote may raise anything
-        raise ConfigError(
-            f"algorithm.loss: {path!r} was called without arguments to make a loss, and it raised "
-            f"{describe_error(error)}; fix it, or name a LossFunction"
-        ) from error
+    found = resolve(own.path, key=KEY)
+    if _is_loss(found, has_options=bool(own.options)):
+        loss: Any = _with_options(found, own)
+    else:
+        options = fitting_options(found, own.options, key=KEY, name=own.path)
+        try:
+            loss = found(**options)
+        except Exception as error:  # a factory that the user wrote may raise anything
+            given = f"with the options {', '.join(options)}" if options else "without arguments"
+            raise ConfigError(
+                f"algorithm.loss: {own.path!r} was called {given} to make a loss, and it raised "
+                f"{describe_error(error)}; fix it, or name a LossFunction"
+            ) from error
     if not _is_loss(loss):
         raise ConfigError(
-            f"algorithm.loss: {path!r} gives a {type(loss).__name__}, which is not a LossFunction; it must be "
+            f"algorithm.loss: {own.path!r} gives a {type(loss).__name__}, which is not a LossFunction; it must be "
             f"callable with logits or log-probs, data and the global counts (see asyncrl.algorithms.interfaces)"
         )
     if problem := _call_problem(loss):
-        raise ConfigError(f"algorithm.loss: {path!r} cannot be called as a loss: {problem}")
+        raise ConfigError(f"algorithm.loss: {own.path!r} cannot be called as a loss: {problem}")
     return cast(LossFunction, loss)
+
+
+def _with_options(loss: Callable[..., Any], own: OwnCallable) -> Callable[..., Any]:
+    """Returns the loss with its options as keyword arguments of every call, and with its optional attributes. A loss
+    that names neither logits nor log-probs gets two positional arguments."""
+    if not own.options:
+        return loss
+    try:
+        named = {*inspect.signature(loss).parameters}
+    except (TypeError, ValueError):  # written in C
+        named = set()
+    values = 0 if named & {*MODEL_OUTPUTS} else 2
+    options = fitting_options(loss, own.options, key=KEY, name=own.path, values=values, given=LOSS_ARGUMENTS)
+    bound = partial(loss, **options)
+    for name in LOSS_ATTRIBUTES:
+        if hasattr(loss, name):
+            setattr(bound, name, getattr(loss, name))
+    return bound
 
 
 def _call_problem(loss: Any) -> str | None:
@@ -336,13 +364,25 @@ def _call_problem(loss: Any) -> str | None:
     takes = "data, global_valid_seqs, global_valid_toks, next_token_logprobs"
     if kind == LossInputType.LOGIT:
         takes = "next_token_logits, data, global_valid_seqs, global_valid_toks"
-    return f"{problems[-1]}; it must take ({takes}), but its parameters are {signature}"
+    return (
+        f"{problems[-1]}; it must take ({takes}); other parameters are options, which algorithm.loss sets as in "
+        f"`{{name: …, cap: 3.0}}`; its parameters are {signature}"
+    )
 
 
-def _is_loss(value: Any) -> bool:
+def _is_loss(value: Any, *, has_options: bool = False) -> bool:
+    """Returns whether a callable is a LossFunction, and not a class or a factory of one.
+
+    The policy passes the global counts by name. So a function with options is a factory if it takes no argument of a
+    loss by name, and not any keyword. Without options, a function is a loss if it needs an argument.
+    """
     if isinstance(value, type) or not callable(value):
         return False
     if hasattr(value, "input_type"):
         return True
-    arguments = inspect.signature(value).parameters.values()
-    return any(a.default is a.empty and a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD) for a in arguments)
+    arguments = inspect.signature(value).parameters
+    if {*arguments} & LOSS_ARGUMENTS:
+        return True
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in arguments.values())
+    needed = [a for a in arguments.values() if a.default is a.empty and a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]
+    return bool(needed) and (takes_any or not has_options)

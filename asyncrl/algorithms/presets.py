@@ -28,7 +28,7 @@ from asyncrl.algorithms.objective import (
     Weight,
     Weighted,
 )
-from asyncrl.config.import_path import is_import_path, suggest
+from asyncrl.config.import_path import OwnCallable, is_import_path, suggest
 from asyncrl.config.schema import AlgorithmSection
 from asyncrl.errors import ConfigError
 
@@ -388,6 +388,12 @@ def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any
             f"algorithm.loss: {loss!r} is neither one of {', '.join(PRESETS)} nor an import path like "
             f"'package.module:callable'{suggest(loss, list(PRESETS))}"
         )
+    if not isinstance(loss, str) and "name" in loss:
+        raise ConfigError(
+            f"algorithm.loss.name = {loss['name']}: only a loss of your own, an import path like "
+            "'package.module:callable', has a name and options; write a preset as `loss: NAME`, and replace its axes "
+            "with algorithm.overrides"
+        )
     axes: dict[str, Any] = msgspec.to_builtins(PRESETS[loss].objective) if isinstance(loss, str) else dict(loss)
     for axis, value in overrides.items():
         if axis not in Objective.__struct_fields__:
@@ -405,9 +411,13 @@ def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any
         raise ConfigError(f"{key}: {problem} ({loss!r} with {dict(overrides)!r})") from error
 
 
-def is_own_loss(section: AlgorithmSection) -> bool:
-    """Returns True if the loss is a LossFunction that is named by import path, and not an objective."""
-    return isinstance(section.loss, str) and section.loss not in PRESETS and is_import_path(section.loss)
+def own_loss(section: AlgorithmSection) -> OwnCallable | None:
+    """Returns the LossFunction, or the class or factory of one, that `algorithm.loss` names by import path, with its
+    options; None for an objective."""
+    if section.loss_name in PRESETS or not is_import_path(section.loss_name):
+        return None
+    options = {} if isinstance(section.loss, str) else {k: value for k, value in section.loss.items() if k != "name"}
+    return OwnCallable(path=section.loss_name, options=options)
 
 
 def advantage_of(section: AlgorithmSection) -> str | Mapping[str, Any]:

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from asyncrl.algorithms.baselines import DiscountedOutcome, has_token_advantages, resolve_advantage
 from asyncrl.algorithms.calibration import needs_calibration
 from asyncrl.algorithms.loss import build_loss
-from asyncrl.algorithms.presets import advantage_of, is_own_loss
+from asyncrl.algorithms.presets import advantage_of, own_loss
 from asyncrl.audit.comparisons import EQUAL_GRADIENTS, PlainComputation, comparisons
 from asyncrl.audit.history import Counterexample, History, NotPossible
 from asyncrl.audit.kept_batches import check_same_settings, kept_batch, kept_steps
@@ -142,7 +142,7 @@ class _Witness:
         """Returns the axes of the objective; None if the witness has no formula for its derivatives: for a loss of the
         user, and for bounds of the step that depend on an interpolated policy."""
         later = "the gradient and the optimizer's step"
-        if is_own_loss(self._config.algorithm):
+        if own_loss(self._config.algorithm) is not None:
             self._left_out.append(f"{later}, because algorithm.loss is your own code")
             return None
         objective = build_loss(self._config).objective  # type: ignore[attr-defined]

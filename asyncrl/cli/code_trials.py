@@ -82,7 +82,7 @@ def call_advantage(config: Config) -> None:
 def call_loss(config: Config) -> None:
     """Calls the loss with two rows of random numbers. Raises ConfigError if it reads a column that a run does not have,
     if it fails, or if it ignores the token mask."""
-    loss, named = build_loss(config), f"algorithm.loss = {config.algorithm.loss}"
+    loss, named = build_loss(config), f"algorithm.loss = {config.algorithm.loss_name}"
     known = set(run_columns(config))
     try:
         needed = required_columns(loss, updates=config.learner.updates_per_step)

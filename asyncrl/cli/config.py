@@ -71,8 +71,8 @@ def summary(config: Config) -> Iterator[str]:
         f"{samples}, of at most {generator.max_completion_tokens} tokens each"
     )
     yield (
-        f"  algorithm.loss = {config.algorithm.loss}, algorithm.advantage = {baseline_of(config.algorithm)}, data of "
-        f"weights that are at most {config.staleness.max_versions} steps old"
+        f"  algorithm.loss = {config.algorithm.loss_name}, algorithm.advantage = {baseline_of(config.algorithm)}, data "
+        f"of weights that are at most {config.staleness.max_versions} steps old"
     )
     yield (
         f"  {generator.replicas} generator replicas, {learner.ranks} learner ranks; everything is written to "

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.algorithms.baselines import OwnEstimator, resolve_advantage
 from asyncrl.algorithms.checks import check_algorithm
-from asyncrl.algorithms.presets import advantage_of, baseline_of, is_own_loss
+from asyncrl.algorithms.presets import advantage_of, baseline_of, own_loss
 from asyncrl.cli.restarts import restarts
 from asyncrl.cli.terminal import outlive_terminal, print_warnings, say
 from asyncrl.common.roles import Role
@@ -405,7 +405,7 @@ def user_modules(config: Config, roles: Collection[Role]) -> dict[str, str]:
     for name, part in all_configs(config).items():
         named |= {f"{key_of(name)}{key}": value for key, value in _named_by_tasks(part, roles).items()}
     if Role.LEARNER in roles:
-        named["algorithm.loss"] = config.algorithm.loss
+        named["algorithm.loss"] = config.algorithm.loss_name
         named["algorithm.advantage"] = baseline_of(config.algorithm)
     return {key: value for key, value in named.items() if isinstance(value, str) and is_import_path(value)}
 
@@ -498,7 +498,7 @@ def _trials(config: Config, roles: Collection[Role]) -> list[Callable[[Config], 
             trials.append(partial(_try_scoring, environment))
     if Role.GENERATOR in roles and any(part.environment.plays_agents for part in all_configs(config).values()):
         trials.append(_try_template)
-    if Role.LEARNER in roles and is_own_loss(config.algorithm):
+    if Role.LEARNER in roles and own_loss(config.algorithm) is not None:
         trials.append(_try_loss)
     if Role.LEARNER in roles and isinstance(resolve_advantage(advantage_of(config.algorithm)), OwnEstimator):
         trials.append(_try_advantage)
@@ -508,7 +508,7 @@ def _trials(config: Config, roles: Collection[Role]) -> list[Callable[[Config], 
 def _calls(config: Config) -> list[Callable[[Config], None]]:
     """Returns the calls of the user's rewards on a row, and of the user's loss and advantages on a small batch."""
     calls: list[Callable[[Config], None]] = [partial(_call_reward, *each) for each in all_configs(config).items()]
-    if is_own_loss(config.algorithm):
+    if own_loss(config.algorithm) is not None:
         calls.append(_call_loss)
     if isinstance(resolve_advantage(advantage_of(config.algorithm)), OwnEstimator):
         calls.append(_call_advantage)

@@ -9,13 +9,17 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any
+
+import msgspec
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from asyncrl.errors import ConfigError
 from asyncrl.user_code import describe_error
@@ -170,27 +174,99 @@ def _not_found(value: str, *, key: str, module: str) -> str:
     )
 
 
+class OwnCallable(msgspec.Struct, frozen=True, kw_only=True):
+    """A callable of the user: its import path, and the keyword arguments that the configuration gives it."""
+
+    path: str
+    options: dict[str, Any] = {}
+
+
 def call_with_options(function: Callable[..., Any], options: Mapping[str, Any], *, key: str) -> Any:
     """Returns `function(**options)`. Raises ConfigError with `key` if the options do not fit the function's signature.
 
     Errors that the function raises itself pass through unchanged.
     """
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some callables written in C have no signature
+    return function(**fitting_options(function, options, key=key))
+
+
+def fitting_options(
+    function: Callable[..., Any],
+    options: Mapping[str, Any],
+    *,
+    key: str,
+    name: str = "the callable",
+    values: int = 0,
+    given: Collection[str] = (),
+) -> dict[str, Any]:
+    """Returns the options with their values in the types that the function's parameters are annotated with; a list
+    becomes a tuple, for example. A value without an annotation, or with one that Pydantic does not know, stays as it
+    is.
+
+    The caller itself passes the first `values` positional arguments and the arguments named in `given`. Raises
+    ConfigError with `key` for an option that the function does not have, one that is missing, or one of a wrong type.
+    `name` stands for the function in these messages.
+    """
+    signature = _signature(function)
+    if signature is None:
         if options:
+            raise ConfigError(f"{key}: {name} does not say which options it has; name a function in Python")
+        return {}
+    parameters = list(signature.parameters.values())
+    by_position = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    passed = {*given, *(each.name for each in by_position[:values])}
+    known = {
+        each.name: each
+        for each in parameters
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) and each.name not in passed
+    }
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    for option in options:
+        if option not in known and not (takes_any and option not in passed):
+            names = ", ".join(known) or "none"
             raise ConfigError(
-                f"{key}: the callable does not say which options it has; name a function in Python"
-            ) from None
-        return function()
+                f"{key}.{option}: {name} has no such option; its options are {names}{suggest(option, list(known))}"
+            )
+    missing = [option for option, each in known.items() if each.default is each.empty and option not in options]
+    if missing:
+        raise ConfigError(
+            f"{key}: {name} needs a value for {', '.join(missing)}, which is missing; add {key}.{missing[0]}"
+        )
+    return {
+        option: _typed(value, known[option].annotation, key=f"{key}.{option}", name=name) if option in known else value
+        for option, value in options.items()
+    }
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """Returns the signature of a callable; None for some that are written in C. Annotations are types, or texts if a
+    name in one of them is unknown when the program runs."""
     try:
-        signature.bind(**options)
-    except TypeError as error:
-        known = [name for name, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        unknown = [name for name in options if name not in known]
-        hint = suggest(unknown[0], known) if unknown else ""
-        raise ConfigError(f"{key}: {error}{hint}; its options are {known}") from None
-    return function(**options)
+        return inspect.signature(function, eval_str=True)
+    except (TypeError, ValueError):
+        return None
+    except Exception:  # evaluating an annotation may raise anything, for example NameError
+        return inspect.signature(function)
+
+
+def _typed(value: Any, annotation: Any, *, key: str, name: str) -> Any:
+    """Returns `value` in the type `annotation`. It is judged as JSON: a list may become a tuple and a text a path, but
+    a text is not read as a number. Raises ConfigError if it is not of this type."""
+    if annotation is inspect.Parameter.empty or isinstance(annotation, str):
+        return value
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(annotation)
+        text = json.dumps(value)
+    except (PydanticUserError, TypeError, ValueError):  # Pydantic does not know the type, or JSON cannot have the value
+        return value
+    try:
+        return adapter.validate_json(text, strict=True)
+    except ValidationError as error:
+        [first, *_] = error.errors()
+        wanted = getattr(annotation, "__name__", None) if isinstance(annotation, type) else str(annotation)
+        raise ConfigError(
+            f"{key} = {value!r}: {name} annotates it as {wanted}, but this is not one ({first['msg']}); "
+            "change the value"
+        ) from error
 
 
 def suggest(name: str, candidates: Sequence[str]) -> str:

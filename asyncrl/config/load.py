@@ -26,7 +26,7 @@ from asyncrl.config.recipes import config_file, find_data, recipe_file, with_mod
 from asyncrl.config.schema import PER_DEPLOYMENT, Config, DatasetSection, KeyPath, ScoringSection, marked, sections
 from asyncrl.errors import ConfigError
 
-_REPLACED: Collection[KeyPath] = {("algorithm", "advantage")}
+_REPLACED: Collection[KeyPath] = {("algorithm", "loss"), ("algorithm", "advantage")}
 """Mappings that a later layer replaces as a whole if it sets the key `name` in them: their other keys are options that
 belong to this name."""
 

@@ -652,7 +652,8 @@ class AlgorithmSection(Section):
     loss: str | dict[str, Any] = "decoupled_icepop"
     """The objective, in one of three forms: the name of a preset (`asyncrl losses` lists them); a mapping that gives
     the axes of an objective, such as `{surrogate: {kind: linear}, anchor: behaviour}` (docs/losses.md); or an import
-    path `package.module:callable` of a LossFunction."""
+    path `package.module:callable` of a LossFunction. A mapping gives options to the callable that an import path names:
+    `{name: "mine.losses:centred", cap: 3.0}` (docs/losses.md)."""
     overrides: dict[str, Any] = {}
     """Replacements for axes of the preset, e.g. `surrogate: {lo: 0.8, hi: 1.2}`. A mapping replaces only the fields
     that it names. The lists `gates` and `penalties` are replaced as a whole. An entry of the new list takes the fields
@@ -684,6 +685,11 @@ class AlgorithmSection(Section):
     overlong_buffer_tokens: PositiveInt = 4
     """Number of last tokens before `generator.max_completion_tokens` over which the penalty rises linearly from 0 to 1.
     For `algorithm.overlong: penalise`."""
+
+    @property
+    def loss_name(self) -> str:
+        """The name of the preset or the import path in `loss`; `axes` if it gives the axes of an objective."""
+        return self.loss if isinstance(self.loss, str) else str(self.loss.get("name", "axes"))
 
 
 class StalenessSection(Section):

@@ -140,9 +140,9 @@ def without_formula(loss: object, config: Config) -> list[str]:
     found = []
     if not isinstance(loss, ObjectiveLoss):
         found.append(
-            f"the witness has no formula for algorithm.loss = {config.algorithm.loss}. It checks that the derivatives "
-            "of a drawn group are the same without other groups, and 0 for tokens that are masked. It does not check "
-            "that the loss is the one that you mean"
+            f"the witness has no formula for algorithm.loss = {config.algorithm.loss_name}. It checks that the "
+            "derivatives of a drawn group are the same without other groups, and 0 for tokens that are masked. It does "
+            "not check that the loss is the one that you mean"
         )
     if isinstance(axes := resolve_advantage(advantage_of(config.algorithm)), OwnEstimator):
         found.append(

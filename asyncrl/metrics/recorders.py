@@ -285,7 +285,7 @@ class ProcessMetrics:
             version=__version__,
             model=config.model.path,
             environment=environment_name(config),
-            loss=config.algorithm.loss if isinstance(config.algorithm.loss, str) else "axes",
+            loss=config.algorithm.loss_name,
         )
 
     def heartbeat(self, *, unix_time_s: float) -> None:

@@ -62,6 +62,7 @@ def test_wrong_axes_and_names_are_refused(algorithm: dict[str, Any]) -> None:
     "algorithm",
     [
         {"loss": "mine.losses:centred"},
+        {"loss": {"name": "mine.losses:centred", "cap": 3.0}},
         {"overrides": {"surrogate": {"hi": 1.001}, "weight": None}},
         {"overrides": {"weight": {"hi": float("inf")}}},
         {"advantage": None},

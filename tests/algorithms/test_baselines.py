@@ -188,8 +188,14 @@ def test_an_own_estimator_with_a_parameter_samples_gets_all_that_is_known() -> N
 @pytest.mark.parametrize(
     ("own", "words"),
     [
-        ({"name": f"{__name__}:scaled", "factr": 1}, r"cannot be called with \(rewards, group_ids, factr\)"),
-        ({"name": f"{__name__}:by_length"}, r"with \(samples\): missing a required .*'factor'"),
+        (
+            {"name": f"{__name__}:scaled", "factr": 1},
+            r"^algorithm\.advantage\.factr: .*:scaled has no such option; its options are factor; did you mean",
+        ),
+        (
+            {"name": f"{__name__}:by_length"},
+            r":by_length needs a value for factor, which is missing; add algorithm\.advantage\.factor",
+        ),
         ({"name": "torch:is_tensor"}, r"with \(rewards, group_ids\): too many positional"),
     ],
 )

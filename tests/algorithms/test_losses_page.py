@@ -12,12 +12,15 @@ from asyncrl.algorithms.axes import Text, all_axes, axis_named, choice_texts, do
 from asyncrl.algorithms.baselines import CRITIC_BASED, OUTCOMES, resolve_advantage
 from asyncrl.algorithms.checks import check_algorithm
 from asyncrl.algorithms.loss import ObjectiveLoss, build_loss
-from asyncrl.algorithms.presets import PRESETS, advantage_of
+from asyncrl.algorithms.presets import PRESETS, advantage_of, own_loss
+from asyncrl.cli.code_trials import call_loss
 from asyncrl.config.load import load_config, parse_yaml
 from asyncrl.errors import ConfigError
 
 PAGE = docs.PATH.read_text()
 EXAMPLES = re.findall(r"^An example of `([^`]*)`:\n\n```yaml\n([^`]*)```", PAGE, re.MULTILINE)
+MODULES = re.findall(r"^```python\n# (\S*)\n([^`]*(?:`(?!``)[^`]*)*)```", PAGE, re.MULTILINE)
+"""Path and text of each module of a user on the page."""
 BLOCKS = re.findall(r"^```yaml\n([^`]*)```", PAGE, re.MULTILINE)
 
 
@@ -75,10 +78,22 @@ def test_the_loss_of_each_example_is_built_and_passes_the_checks(place: str, exa
     resolve_advantage(advantage_of(config.algorithm))
 
 
-def test_each_block_of_yaml_on_the_page_is_a_configuration() -> None:
+def test_each_block_of_yaml_on_the_page_is_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The losses of your own on the page are called with a small batch, as `config check` does it."""
+    for path, text in MODULES:
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
     assert len(BLOCKS) > len(EXAMPLES) > 15
+    own = 0
     for block in BLOCKS:
-        build_loss(load_config([parse_yaml(block, source="page")]))
+        config = load_config([parse_yaml(block, source="page")])
+        if own_loss(config.algorithm) is None:
+            build_loss(config)
+        else:
+            own += 1
+            call_loss(config)
+    assert own == len(MODULES) > 0
 
 
 def test_a_value_or_a_field_without_a_text_is_refused() -> None:

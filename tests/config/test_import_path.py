@@ -121,9 +121,9 @@ def test_options_that_do_not_fit_are_refused_before_the_call_and_its_own_errors_
         return [10, 20][count]
 
     assert call_with_options(function, {"count": 1}, key="k") == 20
-    with pytest.raises(ConfigError, match=r"did you mean 'count'\?; its options are \['count'\]"):
+    with pytest.raises(ConfigError, match=r"^k\.cuont: the callable has no .* are count; did you mean 'count'\?"):
         call_with_options(function, {"cuont": 1}, key="k")
-    with pytest.raises(ConfigError, match="missing"):
+    with pytest.raises(ConfigError, match="needs a value for count, which is missing"):
         call_with_options(function, {}, key="k")
     with pytest.raises(IndexError):
         call_with_options(function, {"count": 2}, key="k")
