@@ -4,6 +4,7 @@ With `--check` it only checks that the page is up to date. The numbers of the ta
 the code of the loss.
 """
 
+import inspect
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,8 +13,10 @@ from pathlib import Path
 import msgspec
 import torch
 
+from asyncrl.algorithms import step_statistics
 from asyncrl.algorithms.axes import all_axes
 from asyncrl.algorithms.checks import NEEDS_CRITIC
+from asyncrl.algorithms.interfaces import RUN_COLUMNS
 from asyncrl.algorithms.loss import interpolated_policy
 from asyncrl.algorithms.objective import Objective, is_corrected, reads_effective_share
 from asyncrl.algorithms.presets import DEFAULT_BASELINE, PRESETS
@@ -29,6 +32,16 @@ preset, where rounding would decide."""
 SAMPLED_PROBABILITY = 0.1
 """The probability with which the sampler chose the token of the table. Gates on probabilities depend on it."""
 
+_REDUCTIONS = {
+    "mean": step_statistics.mean,
+    "total": step_statistics.total,
+    "smallest": step_statistics.smallest,
+    "largest": step_statistics.largest,
+    "quantile(q)": step_statistics.quantile,
+    "effective_share": step_statistics.effective_share,
+}
+"""The reductions for statistics of a user's loss."""
+
 
 def markdown() -> str:
     """Returns the text of the page. `losses.md.j2` has its words."""
@@ -43,6 +56,8 @@ def markdown() -> str:
     return TEMPLATES.get_template("algorithms/losses.md.j2").render(
         axes=axes,
         examples=examples,
+        columns=RUN_COLUMNS,
+        reductions=[(name, " ".join((inspect.getdoc(each) or "").split())) for name, each in _REDUCTIONS.items()],
         presets=PRESETS,
         corrected=corrected,
         needs_critic=NEEDS_CRITIC,

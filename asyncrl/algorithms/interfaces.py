@@ -7,6 +7,7 @@ Legend: B rows, S tokens, V vocabulary. Rows are padded on the right. Log-probs 
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -96,6 +97,8 @@ class LossFunction(Protocol):
     - `columns`: the names of the columns that the loss reads besides the masks. A batch without one of them is refused
       before any rank is called (MissingColumns).
     - `metric_normalizations`: a `MetricNormalization` for each metric.
+    - `statistics`: numbers of the whole step, by name (`asyncrl.algorithms.step_statistics`). Every call then has the
+      argument `statistics`, a dict of name and number. They are computed once a step, before the first gradient.
     """
 
     loss_type: LossType
@@ -127,13 +130,106 @@ def input_type_of(loss_fn: object) -> LossInputType:
         raise ValueError(f"the loss's input_type is {found!r}; it must be one of {known}") from None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A column of the rows that a loss gets in a run. `meaning` says when the rows have it, if they do not always."""
+
+    name: str
+    shape: str
+    dtype: str
+    meaning: str
+
+
+RUN_COLUMNS = (
+    Column(name="input_ids", shape="[B, S]", dtype="int64", meaning="The tokens of prompt and completion."),
+    Column(name="input_lengths", shape="[B]", dtype="int64", meaning="The number of tokens of the row."),
+    Column(
+        name="token_mask",
+        shape="[B, S]",
+        dtype="float32",
+        meaning="1 for tokens that are trained: those that the policy has sampled. 0 for the prompt and for padding.",
+    ),
+    Column(
+        name="sample_mask",
+        shape="[B]",
+        dtype="float32",
+        meaning="1 for rows that are trained, 0 for rows that a filter leaves out.",
+    ),
+    Column(
+        name="advantages",
+        shape="[B, S]",
+        dtype="float32",
+        meaning="The advantage of each token; equal for all tokens of a row if the estimator has one for each sample.",
+    ),
+    Column(
+        name="generation_logprobs",
+        shape="[B, S]",
+        dtype="float32",
+        meaning="The log-prob of each token that the sampler recorded (`behaviour`), in nats.",
+    ),
+    Column(
+        name="prev_logprobs",
+        shape="[B, S]",
+        dtype="float32",
+        meaning="The log-prob of each token under the weights at the step's start (`proximal`), in nats.",
+    ),
+    Column(
+        name="reference_policy_logprobs",
+        shape="[B, S]",
+        dtype="float32",
+        meaning="The log-prob of each token under the initial weights (`reference`), in nats. Only if the advantage "
+        "estimator has a `kl`.",
+    ),
+    Column(
+        name="weight_versions",
+        shape="[B, S]",
+        dtype="int64",
+        meaning="The version of the weights that sampled each token; −1 for other tokens.",
+    ),
+    Column(
+        name="staleness",
+        shape="[B, S]",
+        dtype="float32",
+        meaning="The age of each token: the step's version minus that of the weights that sampled it.",
+    ),
+    Column(name="rewards", shape="[B]", dtype="float32", meaning="The reward of the row. Only if the loss names it."),
+    Column(
+        name="group_ids",
+        shape="[B]",
+        dtype="int64",
+        meaning="A number that is equal for the samples of one prompt. Only if the loss names it.",
+    ),
+    Column(
+        name="branch_ids",
+        shape="[B, S]",
+        dtype="int64",
+        meaning="The branch of an episode to which the token belongs. Only with `environment.max_branches` above 1.",
+    ),
+    Column(
+        name="support_ids",
+        shape="[B, S, K]",
+        dtype="int32",
+        meaning="The tokens among which the token was sampled. Only with `generator.top_k`.",
+    ),
+)
+"""The columns that a loss can read in a run. A loop of your own may have others."""
+
 _LOGITS = ("next_token_logits", "logits")
 MODEL_OUTPUTS = (*_LOGITS, "next_token_logprobs")
 """Names of a loss's argument for the model's outputs."""
-LOSS_ARGUMENTS = frozenset({*MODEL_OUTPUTS, "data", "global_valid_seqs", "global_valid_toks"})
+LOSS_ARGUMENTS = frozenset({*MODEL_OUTPUTS, "data", "global_valid_seqs", "global_valid_toks", "statistics"})
 """Names of the arguments that the policy passes to a loss. Other parameters of a user's loss are its options."""
-LOSS_ATTRIBUTES = ("loss_type", "input_type", "columns", "metric_normalizations")
-"""Optional attributes of a loss."""
+LOSS_ATTRIBUTES = ("loss_type", "input_type", "columns", "metric_normalizations", "statistics")
+"""Attributes of a loss that the policy reads."""
+
+
+def with_arguments(loss_fn: Callable[..., Any], **arguments: Any) -> Any:
+    """Returns a user's loss that gets these keyword arguments in every call, and that has the same attributes."""
+    bound = partial(loss_fn, **arguments)
+    for name in LOSS_ATTRIBUTES:
+        if hasattr(loss_fn, name):
+            setattr(bound, name, getattr(loss_fn, name))
+    return bound
 
 
 def of_outputs(

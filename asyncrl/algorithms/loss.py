@@ -11,15 +11,14 @@ Invariants, in addition to those of `token_terms.py`:
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, cast
 
 import msgspec
 import torch
 
+from asyncrl.algorithms.calibration import objective_statistics
 from asyncrl.algorithms.interfaces import (
     LOSS_ARGUMENTS,
-    LOSS_ATTRIBUTES,
     MODEL_OUTPUTS,
     LossFunction,
     LossInputType,
@@ -28,9 +27,11 @@ from asyncrl.algorithms.interfaces import (
     input_type_of,
     masked_mean,
     misfit,
+    with_arguments,
 )
 from asyncrl.algorithms.objective import Aggregation, Objective, pooled_sources
 from asyncrl.algorithms.presets import own_loss, resolve_objective
+from asyncrl.algorithms.step_statistics import StepStatistic, statistics_of
 from asyncrl.algorithms.token_terms import Segments, TokenTerms, is_half, token_terms, wide
 from asyncrl.config.import_path import OwnCallable, fitting_options, resolve
 from asyncrl.config.schema import Config
@@ -83,6 +84,12 @@ class ObjectiveLoss:
             {"next_token_logits", "next_token_logprobs"} if "current" in pooled else set()
         )
         self.input_type = LossInputType.LOGIT if self.needs_entropy else LossInputType.LOGPROB
+
+    @property
+    def statistics(self) -> Mapping[str, StepStatistic]:
+        """The numbers of the whole step on which bounds depend. `calibrated` puts them into the objective, so that the
+        call has no argument for them."""
+        return objective_statistics(self.objective)
 
     def __call__(
         self,
@@ -337,22 +344,22 @@ def _with_options(loss: Callable[..., Any], own: OwnCallable) -> Callable[..., A
         named = set()
     values = 0 if named & {*MODEL_OUTPUTS} else 2
     options = fitting_options(loss, own.options, key=KEY, name=own.path, values=values, given=LOSS_ARGUMENTS)
-    bound = partial(loss, **options)
-    for name in LOSS_ATTRIBUTES:
-        if hasattr(loss, name):
-            setattr(bound, name, getattr(loss, name))
+    bound: Callable[..., Any] = with_arguments(loss, **options)
     return bound
 
 
 def _call_problem(loss: Any) -> str | None:
     """Returns why the loss's signature fits none of the calls that the policy may make, or None if it fits one."""
     try:
-        kind = input_type_of(loss)
+        kind, has_statistics = input_type_of(loss), bool(statistics_of(loss))
         signature = inspect.signature(loss)
+    except TypeError as error:
+        return str(error)
     except ValueError as error:
         # `input_type` of the loss is unknown: an error. Or the loss is written in C and has no signature: not checked.
         return str(error) if hasattr(loss, "input_type") else None
     counts: dict[str, None] = dict.fromkeys(("global_valid_seqs", "global_valid_toks"))
+    counts |= {"statistics": None} if has_statistics else {}
     logits = (["next_token_logits"], ["logits"], ["next_token_logits", "logits"])
     calls: list[tuple[list[None], dict[str, None]]] = [([], {"data": None, **dict.fromkeys(names)}) for names in logits]
     calls.append(([None, None], {}))
@@ -364,6 +371,7 @@ def _call_problem(loss: Any) -> str | None:
     takes = "data, global_valid_seqs, global_valid_toks, next_token_logprobs"
     if kind == LossInputType.LOGIT:
         takes = "next_token_logits, data, global_valid_seqs, global_valid_toks"
+    takes += ", statistics" if has_statistics else ""
     return (
         f"{problems[-1]}; it must take ({takes}); other parameters are options, which algorithm.loss sets as in "
         f"`{{name: …, cap: 3.0}}`; its parameters are {signature}"

@@ -25,9 +25,10 @@ from asyncrl.data.specs import GENERATED_FIELDS
 from asyncrl.environments.scoring_messages import Group
 from asyncrl.environments.scoring_process import started
 from asyncrl.environments.secrets import read_secrets
-from asyncrl.errors import AsyncRLError, ConfigError, DataError
+from asyncrl.errors import AsyncRLError, CallRefused, ConfigError, DataError
+from asyncrl.policy.step_loss import with_statistics
 from asyncrl.ranks.loss_pass import outcome_of
-from asyncrl.ranks.plan import CURRENT, required_columns
+from asyncrl.ranks.plan import CURRENT, PlannedUpdate, plan_of, required_columns
 
 _TOKENS, _VOCABULARY = 6, 11
 """Width of a row and size of the vocabulary in the small batch."""
@@ -107,6 +108,10 @@ def call_loss(config: Config) -> None:
         slopes.update(found)
         return MetricSums()
 
+    try:
+        loss = with_statistics(loss, [PlannedUpdate(plan_of(data), [data])], reduce=lambda sums: sums)
+    except CallRefused as error:
+        raise ConfigError(f"{named}: {error}. It was called with a batch of two rows") from error
     called = of_outputs(loss, outputs, data, counts)
     if (failure := outcome_of(outputs, called, measure=measure).failure) is not None:
         raise ConfigError(f"{named}: {failure}. It was called with a batch of two rows")
@@ -129,6 +134,7 @@ def _outside_of_masks(slope: torch.Tensor, mask_BS: torch.Tensor) -> float:
 def run_columns(config: Config) -> Iterator[str]:
     """Yields the names of the columns that the rows of a run can have when its loss is called."""
     yield from (*GENERATED_FIELDS, *config.extra_columns, "sample_mask", "advantages", "rewards", "group_ids", CURRENT)
+    yield "staleness"
     if reward_kl(advantage_of(config.algorithm)) is not None:
         yield "reference_policy_logprobs"
 
@@ -150,6 +156,7 @@ def _small_batch() -> dict[str, torch.Tensor]:
         "prev_logprobs": logprobs_BS(),
         "reference_policy_logprobs": logprobs_BS(),
         "weight_versions": torch.where(mask_BS > 0, 0, -1),
+        "staleness": torch.zeros_like(mask_BS),
         "advantages": torch.tensor([[1.0], [-1.0]]) * mask_BS,
         "rewards": torch.tensor([1.0, 0.0]),
         "group_ids": torch.zeros(2, dtype=torch.int64),

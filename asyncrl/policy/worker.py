@@ -31,7 +31,7 @@ from asyncrl.policy.families import check_family
 from asyncrl.policy.flops import device_peak_flops_per_s, model_cost
 from asyncrl.policy.logprobs import model_logprobs, rounded_weights
 from asyncrl.policy.micro_batch import OnPolicy, check_supports, loss_of
-from asyncrl.policy.step_loss import add_update_shares, calibrated_loss, holds_reference, step_tokens
+from asyncrl.policy.step_loss import add_update_shares, holds_reference, step_tokens, with_statistics
 from asyncrl.ranks.accelerator import compute_dtype, frozen
 from asyncrl.ranks.batching import token_batch, without_nonfinite
 from asyncrl.ranks.collectives import on_first_rank
@@ -130,7 +130,7 @@ class PolicyWorker(RankWorker[LossFunction]):
 
     def _step_loss(self, loss_fn: LossFunction, updates: Sequence[PlannedUpdate]) -> LossFunction:
         add_update_shares(loss_fn, updates, gather=self.gather)
-        return calibrated_loss(loss_fn, updates, reduce=self.add_up)
+        return with_statistics(loss_fn, updates, reduce=self.add_up, together=self.together)
 
     def _bounds_finding(
         self, configured: LossFunction, used: LossFunction, updates: Sequence[PlannedUpdate]

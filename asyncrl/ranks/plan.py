@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from asyncrl.algorithms.calibration import needs_calibration
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
 from asyncrl.algorithms.loss import SOURCE_COLUMNS, ObjectiveLoss
+from asyncrl.algorithms.step_statistics import statistics_of
 from asyncrl.config.schema import LearnerSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.sharding import DynamicBatchingArgs, SequencePackingArgs, require
@@ -192,8 +192,8 @@ def required_columns(
     """Returns the columns that training with `loss_fn` reads, as far as the loss names them in `columns`.
 
     A call with one update computes `prev_logprobs` in its own pass, because the weights at its start are the current
-    weights. With several updates, this is only true for the first one. A bound that is calibrated over the step also
-    needs the column before the pass.
+    weights. With several updates, this is only true for the first one. A statistic of the step also needs the column
+    before the pass, and `advantages`.
     """
     columns = getattr(loss_fn, "columns", ())
     if isinstance(columns, str):
@@ -201,10 +201,11 @@ def required_columns(
     needed = {*LP_SEED_FIELDS, *columns}
     if updates == 1 or eval_mode:
         needed.discard(CURRENT)
-    if isinstance(loss_fn, ObjectiveLoss):
+    statistics = statistics_of(loss_fn)
+    if isinstance(loss_fn, ObjectiveLoss) or statistics:
         needed.add("advantages")
-        if needs_calibration(loss_fn.objective):
-            needed.add(CURRENT)
+    if statistics:
+        needed.add(CURRENT)
     return frozenset(needed)
 
 

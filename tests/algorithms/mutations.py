@@ -443,22 +443,33 @@ KERNEL = [
 ]
 CALIBRATION = [
     ("the effective share of the proximal policy", 'bounded_ratio("current"', 'bounded_ratio("proximal"'),
-    (
-        "the effective share of one rank",
-        "first, second, count = reduce(sums).tolist()",
-        "first, second, count = sums.tolist()",
-    ),
     ("a pull where the share is whole", "penalty.beta * (1 - share)", "penalty.beta * share"),
     ("a cap beyond the configured one", "hi=min(kernel.hi, share)", "hi=share"),
     ("penalties are all scaled", "if penalty.ess else penalty", "if share < 1 else penalty"),
     ("the good for the bad", "advantages=tokens.advantages", "advantages=-tokens.advantages"),
-    ("the configured bound is forgotten", "hi=min(gate.hi, bound)", "hi=bound"),
-    ("the lower bound is forgotten", "ratio.clamp(weight.lo, bound)", "ratio.clamp(0.0, bound)"),
-    ("the configured cap is forgotten", "max(1.0, min(weight.hi, bound))", "max(1.0, bound)"),
-    ("a cap below 1", "hi=max(1.0, min(weight.hi, bound))", "hi=min(weight.hi, bound)"),
-    ("a coarse search", "_GRID, _ROUNDS = 64, 4", "_GRID, _ROUNDS = 64, 1"),
+    ("the configured bound is forgotten", 'hi=min(gate.hi, numbers[f"gates.{i}"])', 'hi=numbers[f"gates.{i}"]'),
+    ("the lower bound is forgotten", "cap_of_share(share, lo=weight.lo)", "cap_of_share(share, lo=0.0)"),
+    ("the configured cap is forgotten", 'min(weight.hi, numbers["weight"])', 'numbers["weight"]'),
+    ("a cap below 1", 'hi=max(1.0, min(weight.hi, numbers["weight"]))', 'hi=min(weight.hi, numbers["weight"])'),
     ("the whole second moment for k2", "difference.square()[subject] / 2", "difference.square()[subject]"),
-    ("every rank for itself", "for first, second in reduce(rows).tolist()", "for first, second in rows.tolist()"),
+]
+STEP_STATISTICS = [
+    (
+        "every rank for itself in a sum",
+        "= reduce(torch.tensor([float(each) for each in own], dtype=torch.float64))",
+        "= (torch.tensor([float(each) for each in own], dtype=torch.float64))",
+    ),
+    ("a coarse search", "_GRID, _ROUNDS = 64, 4", "_GRID, _ROUNDS = 64, 1"),
+    (
+        "every rank for itself in a search",
+        "for first, second in reduce(rows).tolist()",
+        "for first, second in rows.tolist()",
+    ),
+    ("every rank for itself in a quantile", "enumerate(reduce(below.double()).tolist())", "enumerate(below.tolist())"),
+    ("the next value for a quantile", "if number >= rank)", "if number > rank)"),
+    ("negative values in the wrong order", "bits ^ _MAGNITUDE, bits)", "bits, bits)"),
+    ("a statistic sees no other", "statistics=dict(found)", "statistics={}"),
+    ("any values are taken", "if values.ndim != 1 or", "if False and"),
 ]
 DIAGNOSTICS = [
     ("k1 with the wrong sign", "-log_rho.sum(),", "log_rho.sum(),"),
@@ -585,6 +596,7 @@ MUTATIONS = [
         ("value_loss.py", VALUE_LOSS),
         ("kernel.py", KERNEL),
         ("calibration.py", CALIBRATION),
+        ("step_statistics.py", STEP_STATISTICS),
         ("diagnostics.py", DIAGNOSTICS),
         ("objective.py", OBJECTIVE),
         ("objective.py", OBJECTIVE_PROPERTIES),

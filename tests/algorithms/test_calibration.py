@@ -7,9 +7,10 @@ import msgspec
 import pytest
 import torch
 
-from asyncrl.algorithms.calibration import StepTokens, calibrated, needs_calibration
+from asyncrl.algorithms.calibration import calibrated, needs_calibration
 from asyncrl.algorithms.objective import Clamp, Gate, Inverse, Linear, Objective, Penalty, Weight, Weighted
 from asyncrl.algorithms.presets import PRESETS
+from asyncrl.algorithms.step_statistics import StepTokens
 
 
 def step(log_ratios: list[float], advantages: list[float] | None = None) -> StepTokens:

@@ -1,21 +1,29 @@
 """docs/losses.md: it agrees with the code, every value of every axis has a text, and every example on it is a
 configuration whose loss is built."""
 
+import math
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from asyncrl.algorithms import docs, objective
 from asyncrl.algorithms.axes import Text, all_axes, axis_named, choice_texts, docstring
 from asyncrl.algorithms.baselines import CRITIC_BASED, OUTCOMES, resolve_advantage
 from asyncrl.algorithms.checks import check_algorithm
+from asyncrl.algorithms.interfaces import RUN_COLUMNS
 from asyncrl.algorithms.loss import ObjectiveLoss, build_loss
 from asyncrl.algorithms.presets import PRESETS, advantage_of, own_loss
-from asyncrl.cli.code_trials import call_loss
+from asyncrl.cli.code_trials import call_loss, run_columns
 from asyncrl.config.load import load_config, parse_yaml
+from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import ConfigError
+from asyncrl.policy.step_loss import with_statistics
+from asyncrl.ranks.plan import PlannedUpdate, plan_of
 
 PAGE = docs.PATH.read_text()
 EXAMPLES = re.findall(r"^An example of `([^`]*)`:\n\n```yaml\n([^`]*)```", PAGE, re.MULTILINE)
@@ -78,12 +86,19 @@ def test_the_loss_of_each_example_is_built_and_passes_the_checks(place: str, exa
     resolve_advantage(advantage_of(config.algorithm))
 
 
+def write_modules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes the modules on the page into a folder in which Python then finds them."""
+    for path, text in MODULES:
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mine"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
 def test_each_block_of_yaml_on_the_page_is_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The losses of your own on the page are called with a small batch, as `config check` does it."""
-    for path, text in MODULES:
-        (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / path).write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
+    write_modules(tmp_path, monkeypatch)
     assert len(BLOCKS) > len(EXAMPLES) > 15
     own = 0
     for block in BLOCKS:
@@ -136,3 +151,71 @@ def test_no_stale_token_has_a_gradient_of_the_other_sign() -> None:
 def test_an_unknown_axis_is_refused_with_a_hint() -> None:
     with pytest.raises(ConfigError, match="did you mean 'weight'"):
         axis_named("wieght")
+
+
+SEEN: dict[str, Any] = {}
+
+
+class ReadsAll:
+    """A loss that reads all columns of a run in which no episode has branches."""
+
+    input_type = "logprob"
+    loss_type = "token_level"
+    columns = tuple(each.name for each in RUN_COLUMNS if each.name != "branch_ids")
+
+    def __call__(self, *, data: Any, next_token_logprobs: Any, **counts: Any) -> Any:
+        SEEN.update(data)
+        return (next_token_logprobs * data["token_mask"][:, 1:]).sum(), {}
+
+
+def test_the_columns_on_the_page_are_those_of_a_run_with_their_shapes() -> None:
+    settings = {"generator.top_k": 8, "algorithm.advantage": {"name": "reinforce_pp", "kl": {"beta": 0.01}}}
+    config = load_config([{"algorithm.loss": f"{__name__}:ReadsAll", **settings}])
+    assert {*run_columns(config), "branch_ids"} == {each.name for each in RUN_COLUMNS}
+    call_loss(config)
+    for each in RUN_COLUMNS:
+        if each.name != "branch_ids":
+            assert SEEN[each.name].ndim == len(each.shape.split(","))
+            assert str(SEEN[each.name].dtype) == f"torch.{each.dtype}"
+        assert f"| `{each.name}` | {each.shape} | {each.dtype} |" in PAGE
+
+
+@pytest.mark.parametrize("cut", [[12], [5, 7], [1] * 12])
+def test_kl_cov_on_the_page_is_the_plain_loop_in_float64_however_the_step_is_cut(
+    cut: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients of 12 rows of 9 tokens, of which 20 % have the penalty."""
+    write_modules(tmp_path, monkeypatch)
+    own = load_config([{"algorithm.loss": {"name": "mine.kl_cov:KLCov", "share": 0.2, "beta": 0.7}}])
+    draw = torch.Generator().manual_seed(3)
+    old, lp = (-torch.rand(12, 10, generator=draw, dtype=torch.float64) * 3 for _ in range(2))
+    advantages = torch.randn(12, 1, generator=draw, dtype=torch.float64).expand(12, 10)
+    mask = (torch.rand(12, 10, generator=draw) < 0.8).double()
+    mask[:, 0] = 0
+    rows = {"prev_logprobs": old, "advantages": advantages, "token_mask": mask, "sample_mask": torch.ones(12)}
+    whole = BatchedDataDict(**rows, input_ids=mask.long())
+    starts = [sum(cut[:i]) for i in range(len(cut))]
+    parts: list[Any] = [whole.slice(start, start + size) for start, size in zip(starts, cut, strict=True)]
+    trained = [(row, token) for row in range(12) for token in range(1, 10) if mask[row, token]]
+    loss: Any = with_statistics(build_loss(own), [PlannedUpdate(plan_of(whole), parts)], reduce=lambda sums: sums)
+    current = lp[:, 1:].clone().requires_grad_()
+    counts = {"global_valid_seqs": torch.tensor(12.0), "global_valid_toks": torch.tensor(float(len(trained)))}
+    total = sum(
+        loss(data=part, next_token_logprobs=current[start : start + part.size], **counts)[0]
+        for start, part in zip(starts, parts, strict=True)
+    )
+    [slopes] = torch.autograd.grad(total, current)
+
+    means = [sum(float(column[place]) for place in trained) / len(trained) for column in (old, advantages)]
+    apart = {place: (float(old[place]) - means[0]) * (float(advantages[place]) - means[1]) for place in trained}
+    chosen = sorted(trained, key=lambda place: apart[place])[-int(0.2 * len(trained)) :]
+    expected, gradient = 0.0, torch.zeros_like(lp)
+    for place in trained:
+        difference = float(lp[place] - old[place])
+        expected -= float(advantages[place]) * math.exp(difference)
+        gradient[place] = -float(advantages[place]) * math.exp(difference)
+        if place in chosen:
+            expected += 0.7 * abs(difference)
+            gradient[place] += math.copysign(0.7, difference)
+    assert float(total.detach()) == pytest.approx(expected / len(trained), abs=1e-6)
+    assert torch.allclose(slopes, gradient[:, 1:] / len(trained), atol=1e-6)

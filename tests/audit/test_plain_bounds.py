@@ -6,8 +6,9 @@ import msgspec
 import pytest
 import torch
 
-from asyncrl.algorithms.calibration import StepTokens, calibrated
+from asyncrl.algorithms.calibration import calibrated
 from asyncrl.algorithms.presets import resolve_objective
+from asyncrl.algorithms.step_statistics import StepTokens
 from asyncrl.audit.plain_bounds import with_bounds
 from asyncrl.witness.bounds import unlike_bounds
 

@@ -1,10 +1,11 @@
 """Losses as users write them: healthy ones, and ones with a mistake that the witness finds."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from asyncrl.algorithms.loss import gather_logprobs
+from asyncrl.algorithms.step_statistics import StepStatistic, StepTokens, mean, quantile
 
 Result = tuple[torch.Tensor, dict[str, float]]
 
@@ -44,6 +45,50 @@ class Pairwise(OfLogprobs):
         better_BB &= data["group_ids"].unsqueeze(1) == data["group_ids"].unsqueeze(0)
         apart_BB = score_B.unsqueeze(1) - score_B.unsqueeze(0)
         return -(torch.nn.functional.logsigmoid(0.1 * apart_BB) * better_BB).sum()
+
+
+def ratios(tokens: StepTokens) -> torch.Tensor:
+    return tokens.log_ratio("current", "behaviour").exp()
+
+
+def covariances(tokens: StepTokens) -> torch.Tensor:
+    """The product of each token's distances from the mean log-prob and from the mean advantage."""
+    apart = tokens.sources["current"] - tokens.statistics["logprob"]
+    return apart * (tokens.advantages - tokens.statistics["advantage"])
+
+
+class OfTheStep(OfLogprobs):
+    """REINFORCE whose advantages are centred over the whole step, with each token weighted by its ratio to the sampler
+    over the mean ratio, up to a cap. Tokens with the largest covariances are left out."""
+
+    columns = ("advantages", "generation_logprobs", "prev_logprobs")
+    statistics: ClassVar = {
+        "ratio": StepStatistic(ratios, mean),
+        "logprob": StepStatistic(lambda tokens: tokens.sources["current"], mean),
+        "advantage": StepStatistic(lambda tokens: tokens.advantages, mean),
+        "high": StepStatistic(covariances, quantile(0.8)),
+    }
+
+    def __init__(self, *, cap: float) -> None:
+        self.cap = cap
+
+    def __call__(
+        self,
+        *,
+        data: Any,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+        next_token_logprobs: torch.Tensor,
+        statistics: dict[str, float] | None = None,
+    ) -> Result:
+        assert statistics is not None
+        proximal_BT, centred_BT = data["prev_logprobs"][:, 1:], data["advantages"][:, 1:] - statistics["advantage"]
+        weight_BT = (proximal_BT - data["generation_logprobs"][:, 1:]).exp() / statistics["ratio"]
+        covariance_BT = (proximal_BT - statistics["logprob"]) * centred_BT
+        mask_BT = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(1)
+        kept_BT = weight_BT.clamp(max=self.cap) * (covariance_BT <= statistics["high"]) * mask_BT
+        loss = -(centred_BT * kept_BT * next_token_logprobs).sum() / global_valid_toks
+        return loss, {f"{name}_max": value for name, value in statistics.items()}
 
 
 class WithoutTokenMask(OfLogprobs):

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import torch
+from own_losses import OfTheStep
 from rounding import SMOOTH_OPTIMIZER
 from tiny_groups import STEP, join, make_batch, make_config, make_group, make_groups
 from torch.distributed import FileStore
@@ -125,6 +126,8 @@ CUTS: dict[str, dict[str, Any]] = {
     },
 }
 """Ways to cut a rank's rows into micro-batches: one row, about four rows, or all rows in each."""
+OF_THE_STEP_CAP = 1.1
+"""The option of the loss `OfTheStep`, which bounds some weights of `matrix_batch` and not all."""
 UPDATE_ROWS = 20
 """Rows in an update. Each of four ranks has five of them, which are two micro-batches of at most four rows."""
 
@@ -288,6 +291,7 @@ def _interface_scenarios(worker: Any, *, rank: int, world_size: int) -> dict[str
     """Calls `train`, `get_logprobs` and `get_reference_policy_logprobs` on rows that are cut in every way."""
     loss = ObjectiveLoss(PRESETS["decoupled_icepop"].objective)
     counted = ObjectiveLoss(resolve_objective(LOSSES["counted"], {}))
+    of_the_step = OfTheStep(cap=OF_THE_STEP_CAP)
     data = matrix_batch()
     data["index"] = torch.arange(data.size)
     found: dict[str, Any] = {}
@@ -299,6 +303,7 @@ def _interface_scenarios(worker: Any, *, rank: int, world_size: int) -> dict[str
         untouched = {key: tensor.numpy() for key, tensor in policy.gather_weights()}
         evaluated = policy.train(shard, loss, rows_per_update=rows, eval_mode=True, **size)
         counts = policy.train(shard, counted, rows_per_update=rows, eval_mode=True, **size)
+        of_step = policy.train(shard, of_the_step, rows_per_update=rows, eval_mode=True, **size)  # type: ignore[arg-type]
         kept = all(np.array_equal(tensor.numpy(), untouched[key]) for key, tensor in policy.gather_weights())
         trained = policy.train(shard, loss, rows_per_update=rows, **size)
         found[name] = {
@@ -306,6 +311,7 @@ def _interface_scenarios(worker: Any, *, rank: int, world_size: int) -> dict[str
             "before": before.numpy(),
             "evaluated": evaluated,
             "counted": counts,
+            "of the step": of_step,
             "kept": kept,
             "trained": trained,
             "schedule": policy.train_calls,

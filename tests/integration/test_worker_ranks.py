@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_scenarios import CUTS, PROBE, UPDATE_ROWS, matrix_batch, run_rank
+from rank_scenarios import CUTS, OF_THE_STEP_CAP, PROBE, UPDATE_ROWS, matrix_batch, run_rank
 from rounding import GRADIENT, LOGPROB_NATS, LOSS, assert_reordered, assert_within, weight_spread
 from tiny_groups import STEP, TEMPERATURE, make_batch, make_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -209,6 +209,36 @@ def test_rows_give_the_same_log_probs_loss_and_weights_however_they_are_cut(
     for found in ranks:
         for name, weight in first["weights"].items():
             assert_within(found["weights"][name], weight, bound=weight_spread(2), name=name)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("world_size", [1, 2, FOUR])
+def test_a_loss_of_a_user_gets_the_same_numbers_of_the_step_however_it_is_cut(
+    results: Any, world_size: int, cut: str
+) -> None:
+    """The numbers are those of all tokens of both updates. The losses of the updates are those of a plain loop in
+    float64."""
+    found = train_result([results[world_size, rank]["interface"][cut]["of the step"] for rank in range(world_size)])
+    data, logprobs = matrix_batch(), whole(results, 1, "padded all", "before").astype(np.float64)
+    trained = (data["token_mask"] * data["sample_mask"].unsqueeze(1)).numpy() > 0
+    advantages = np.broadcast_to(data["advantages"].numpy().reshape(len(logprobs), -1), logprobs.shape)
+    ratios = np.exp(logprobs - data["generation_logprobs"].numpy())
+    numbers = {name: values[trained].mean() for name, values in (("ratio", ratios), ("logprob", logprobs))}
+    numbers["advantage"] = advantages[trained].mean()
+    apart = (logprobs - numbers["logprob"]) * (advantages - numbers["advantage"])
+    numbers["high"] = np.quantile(apart[trained], 0.8, method="inverted_cdf")
+    for name, value in numbers.items():
+        of_parts = found["all_mb_metrics"][f"{name}_max"]
+        assert of_parts == pytest.approx([value] * len(of_parts), abs=1e-6), name
+    weights = np.minimum(ratios / numbers["ratio"], OF_THE_STEP_CAP)
+    assert (weights == OF_THE_STEP_CAP).any()
+    for update in range(2):
+        losses: list[float] = []
+        for row in range(update * UPDATE_ROWS, (update + 1) * UPDATE_ROWS):
+            for token in np.flatnonzero(trained[row]):
+                kept = weights[row, token] if apart[row, token] <= numbers["high"] else 0.0
+                losses.append(-(advantages[row, token] - numbers["advantage"]) * kept * logprobs[row, token])
+        assert float(found["loss"][update]) == pytest.approx(np.mean(losses), abs=1e-6)
 
 
 @pytest.mark.parametrize("cut", CUTS)

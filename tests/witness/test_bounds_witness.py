@@ -6,9 +6,10 @@ import msgspec
 import pytest
 import torch
 
-from asyncrl.algorithms.calibration import StepTokens, calibrated
+from asyncrl.algorithms.calibration import calibrated
 from asyncrl.algorithms.objective import Clamp, Gate, Linear, Objective, Penalty, Reinforce, Weight, Weighted
 from asyncrl.algorithms.presets import PRESETS
+from asyncrl.algorithms.step_statistics import StepTokens
 from asyncrl.witness.bounds import unlike_bounds
 
 OBJECTIVES = {
