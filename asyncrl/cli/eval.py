@@ -13,7 +13,14 @@ import typer
 from asyncrl.atomic_write import write_atomically
 from asyncrl.checkpoints.directory import HF
 from asyncrl.cli.options import ConfigFiles, Overrides
-from asyncrl.cli.preflight import check_model, model_directory, run_checks, timeouts_of_model, try_hub
+from asyncrl.cli.preflight import (
+    check_model,
+    model_directory,
+    run_checks,
+    search_user_modules,
+    timeouts_of_model,
+    try_hub,
+)
 from asyncrl.cli.terminal import command_app, print_warnings, say, sigterm_exits
 from asyncrl.config.load import load_config
 from asyncrl.config.rules import check_config
@@ -98,6 +105,7 @@ def _configured(files: list[Path], overrides: list[str], *, samples: int | None)
     """Returns the checked configuration of the evaluation. Its model is a directory with a complete model, or a model
     of the Hugging Face Hub; it is not built, and has no adapter. Raises ConfigError for other models."""
     config = load_config(files, overrides if samples is None else [*overrides, f"eval.samples={samples}"])
+    search_user_modules(config, files)
     hide_secrets(config.environment, os.environ)
     if not any(each.prompts for each in config.eval.each_set().values()):
         raise ConfigError("eval.prompts = 0: there would be no prompt to evaluate; raise it")

@@ -27,7 +27,7 @@ from asyncrl.algorithms.presets import advantage_of, baseline_of, own_loss
 from asyncrl.cli.restarts import restarts
 from asyncrl.cli.terminal import outlive_terminal, print_warnings, say
 from asyncrl.common.roles import Role
-from asyncrl.config.import_path import is_import_path, missing_module, suggest
+from asyncrl.config.import_path import is_import_path, missing_module, search_folders, suggest
 from asyncrl.config.load import Layer, config_origins, load_config
 from asyncrl.config.parts import EVAL, all_configs, eval_configs, key_of, part_configs
 from asyncrl.config.recipes import unread_copies
@@ -85,6 +85,7 @@ def checked_config(
     `environment.secrets`.
     """
     config = load_config(files, overrides)
+    search_user_modules(config, files)
     config = with_timeouts(config, timeouts_of_model(config))
     hide_secrets(config.environment, os.environ)
     metrics_host = partial(check_metrics_host, allow_public=allow_public)
@@ -408,6 +409,13 @@ def user_modules(config: Config, roles: Collection[Role]) -> dict[str, str]:
         named["algorithm.loss"] = config.algorithm.loss_name
         named["algorithm.advantage"] = baseline_of(config.algorithm)
     return {key: value for key, value in named.items() if isinstance(value, str) and is_import_path(value)}
+
+
+def search_user_modules(config: Config, files: Iterable[Layer]) -> None:
+    """Lets this process, and those that it starts, find the user's modules in the folders of the configuration files
+    and in the working directory, if no other place has them."""
+    folders = [file.parent for file in files if isinstance(file, Path)]
+    search_folders([*folders, Path()], user_modules(config, tuple(Role)).values())
 
 
 def _named_by_tasks(config: Config, roles: Collection[Role]) -> dict[str, object]:

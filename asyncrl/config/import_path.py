@@ -10,11 +10,13 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.machinery import PathFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -160,6 +162,21 @@ def missing_module(value: str, *, key: str) -> str | None:
     return _not_found(value, key=key, module=name) if spec is None else None
 
 
+def search_folders(folders: Iterable[Path], values: Iterable[str]) -> None:
+    """Lets Python find the modules of the import paths `values` in these folders, after all other places, in this
+    process and in those that it starts (PYTHONPATH).
+
+    A folder is added only if it has a module that no other place has, so that its other files do not hide modules of
+    Python or of packages. Imports nothing.
+    """
+    for folder in map(Path.resolve, folders):
+        missing = {value.partition(":")[0].partition(".")[0] for value in values if missing_module(value, key="")}
+        if not any(PathFinder.find_spec(name, [str(folder)]) for name in missing):
+            continue
+        sys.path.append(str(folder))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(folder)]))
+
+
 def _of_python(value: str, *, key: str, module: str) -> str:
     return (
         f"{key}: {value!r} is of Python's own module {module!r}, whose functions are not called with the values of a "
@@ -169,8 +186,8 @@ def _of_python(value: str, *, key: str, module: str) -> str:
 
 def _not_found(value: str, *, key: str, module: str) -> str:
     return (
-        f"{key}: {value!r} cannot be imported, there is no module {module!r}; install it, or put its folder on "
-        "PYTHONPATH"
+        f"{key}: {value!r} cannot be imported, there is no module {module!r}; install it, put it beside the "
+        "configuration file or in the working directory, or put its folder on PYTHONPATH"
     )
 
 

@@ -1,4 +1,6 @@
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from asyncrl.config.import_path import (
     is_import_path,
     missing_module,
     resolve,
+    search_folders,
     suggest,
 )
 from asyncrl.errors import ConfigError
@@ -141,3 +144,27 @@ def test_the_pages_name_each_built_in_reward() -> None:
     rows = (docs / "configuration.md").read_text().splitlines()
     [row] = [row for row in rows if row.startswith("| `environment.reward` |")]
     assert all(f"`{name}`" in row for name in BUILT_IN_NAMES["environment.reward"])
+
+
+def test_modules_that_no_other_place_has_are_found_in_the_given_folders_also_by_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder without such a module is not added, and a module of Python is not hidden by a file of the folder."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "before")
+    beside, other, unused = tmp_path / "beside", tmp_path / "other", tmp_path / "unused"
+    for folder, module in ((beside, "found_beside"), (other, "found_beside"), (other, "found_other"), (unused, "json")):
+        folder.mkdir(exist_ok=True)
+        (folder / f"{module}.py").write_text(f"def where():\n    return {folder.name!r}\n")
+    values = ["found_beside:where", "found_other:where", "json:loads", "no_such_module:f"]
+    search_folders([unused, beside, other], values)
+    assert os.environ["PYTHONPATH"] == os.pathsep.join(["before", str(beside), str(other)])
+    assert sys.path[-2:] == [str(beside), str(other)]
+    assert resolve("found_beside:where", key="k")() == "beside"
+    assert resolve("found_other:where", key="k")() == "other"
+    search_folders([beside, other], values)
+    assert sys.path.count(str(beside)) == 1
+    code = "import found_other, json; print(found_other.where(), json.__file__)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.startswith("other ")
+    assert "unused" not in printed
