@@ -178,11 +178,13 @@ def test_options_are_settings_like_any_other(tmp_path: Path) -> None:
     """They are in the recorded configuration, the command line changes one of them or replaces all, and a run that is
     only read names the code."""
     path = tmp_path / "run.yaml"
-    path.write_text(f'algorithm: {{loss: {{name: "{__name__}:Centred", cap: 3.0}}}}\nstaleness: {{max_versions: 0}}\n')
+    path.write_text(
+        f'algorithm: {{loss: {{name: "{__name__}:Centred", cap: 3.0, note: a}}}}\nstaleness: {{max_versions: 0}}\n'
+    )
     config = load_config([path], ["algorithm.loss.kind=median"])
     recorded = load_config([yaml.safe_load(dump_config(config))])
     assert recorded == config
-    assert own_loss(recorded.algorithm) == own("Centred", cap=3.0, kind="median")
+    assert own_loss(recorded.algorithm) == own("Centred", cap=3.0, note="a", kind="median")
     assert config.algorithm.loss_name == f"{__name__}:Centred"
     assert config != load_config([path], ["algorithm.loss.kind=mean"])
     assert named_code(config) == {"algorithm.loss.name": f"{__name__}:Centred"}
