@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # `as` makes a name public for type checkers
     from asyncrl.deployment.run_tables import Columns as Columns
     from asyncrl.deployment.run_tables import RunTables as RunTables
     from asyncrl.deployment.run_tables import load_run as load_run
+    from asyncrl.deployment.run_tables import load_sweep as load_sweep
     from asyncrl.environments.agents import Session as Session
     from asyncrl.environments.interfaces import Environment as Environment
     from asyncrl.errors import AsyncRLError as AsyncRLError
@@ -87,7 +88,7 @@ _NAMES = {
     "data.tokenizer": ["encode_prompt", "load_tokenizer"],
     "data_plane.interfaces": ["DataPlaneClient", "KVBatchMeta"],
     "deployment.cluster": ["start_local"],
-    "deployment.run_tables": ["Columns", "RunTables", "load_run"],
+    "deployment.run_tables": ["Columns", "RunTables", "load_run", "load_sweep"],
     "environments.agents": ["Session"],
     "environments.interfaces": ["Environment"],
     "errors": ["AsyncRLError", "ConfigError", "DatasetError", "RunError"],

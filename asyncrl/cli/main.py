@@ -39,6 +39,7 @@ LONGEST_PROBLEM = 300
 """Characters of an error that are shown, because it may contain the content of a file."""
 COMMANDS: dict[str, str] = {
     "up": "Run everything on this machine: Ray, generators, learner, live view.",
+    "sweep": "Train a run for each combination of settings and each seed, and compare them.",
     "resume": "Continue a run from its newest checkpoint, or from an earlier one.",
     "head": "Start a Ray cluster on this machine, for a run in several terminals.",
     "generator": "Add generators to a run on a Ray cluster.",

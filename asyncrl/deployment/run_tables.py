@@ -99,6 +99,21 @@ def load_run(run: Path | str) -> RunTables:
         ) from error
 
 
+def load_sweep(folder: Path | str) -> dict[str, RunTables]:
+    """Returns the records of the runs of a sweep by the name of the run, in the order of the names. `folder` is the
+    folder of the sweep (`runs/NAME`). Runs that have not begun, or have trained no step yet, are left out.
+
+    Raises RunError if it has no run, and the errors of `load_run`.
+
+    >>> import asyncrl
+    >>> {name: run.steps["reward_mean"][-1] for name, run in asyncrl.load_sweep("runs/limits").items()}
+    """
+    runs = [path.parent for path in sorted(Path(folder).glob("*/steps.jsonl")) if path.stat().st_size]
+    if not runs:
+        raise RunError(f"{folder} has no run that has trained a step; name the folder of a sweep, such as runs/sweep")
+    return {run.name: load_run(run) for run in runs}
+
+
 def _columns(records: Sequence[msgspec.Struct], kind: type[msgspec.Struct], file: Path) -> Columns:
     """Returns the table of the records of `file`, all of the type `kind`. Raises RunError if it would be too large."""
     table = Columns()

@@ -112,3 +112,16 @@ def test_a_table_becomes_a_data_frame_if_the_library_is_installed(run: Path, mon
     assert isinstance(table.pandas(), frame)
     assert list(table.pandas().columns) == list(table)
     assert table.pandas()["reward_mean"].isna().tolist() == [False, True, False]
+
+
+def test_a_sweep_is_loaded_by_the_names_of_its_runs(tmp_path: Path) -> None:
+    folder = tmp_path / "limits"
+    for name in ("b", "a"):
+        write_run(folder, [make_step(0)]).rename(folder / name)
+    (folder / "begun").mkdir()
+    (folder / "a.log").touch()
+    found = asyncrl.load_sweep(folder)
+    assert list(found) == ["a", "b"]
+    assert found["a"].steps["step"].tolist() == [0]
+    with pytest.raises(RunError, match="name the folder of a sweep"):
+        asyncrl.load_sweep(tmp_path)

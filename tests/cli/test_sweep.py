@@ -1,0 +1,146 @@
+"""`asyncrl sweep`: its runs by combination and seed, and what it does with the processes that train them."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from asyncrl.cli.main import app
+from asyncrl.cli.sweep import SweptRun, divided, has_finished, planned, train_all
+from asyncrl.deployment.run_dir import RunDir
+from asyncrl.errors import ConfigError
+
+pytestmark = pytest.mark.timeout(120)
+
+FILES = [Path("quickstart")]
+
+
+@pytest.mark.parametrize(
+    ("override", "values"),
+    [
+        ("algorithm.loss=grpo,dapo", ["grpo", "dapo"]),
+        ("staleness.max_versions=1, 4", [1, 4]),
+        ("generator.stop=[a, b],[c]", [["a", "b"], ["c"]]),
+        ('data.system_prompt="Think, then answer.",Answer.', ["Think, then answer.", "Answer."]),
+        ("algorithm.loss={name: grpo, level: token},gspo", [{"name": "grpo", "level": "token"}, "gspo"]),
+    ],
+)
+def test_an_override_with_commas_lists_values(override: str, values: list[object]) -> None:
+    assert divided([override]) == ([], {override.partition("=")[0]: values})
+
+
+@pytest.mark.parametrize(
+    "override", ["generator.stop=[a, b]", 'data.system_prompt="Think, then answer."', "run.seed=3"]
+)
+def test_an_override_of_one_value_is_shared(override: str) -> None:
+    assert divided([override]) == ([override], {})
+
+
+@pytest.mark.parametrize("override", ["run.name=a", "run.dir=there", "run.seed=1,2"])
+def test_settings_of_the_sweep_are_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match="use --name and --seeds"):
+        divided([override])
+
+
+def test_each_combination_has_a_run_for_each_seed(in_tmp_path: None) -> None:
+    overrides = ["algorithm.loss=tis,opsm", "staleness.max_versions=1,4", "learner.total_steps=37", "run.seed=5"]
+    runs = planned(FILES, overrides, name="mine", seeds=2)
+    of_each = [(run.config.algorithm.loss, run.config.staleness.max_versions, run.config.run.seed) for run in runs]
+    assert of_each == [(loss, limit, seed) for loss in ("tis", "opsm") for limit in (1, 4) for seed in (5, 6)]
+    assert {run.config.learner.total_steps for run in runs} == {37}
+    assert runs[0].directory == Path("runs/mine/loss-tis_max_versions-1_seed-5")
+    assert len({run.directory for run in runs}) == 8
+
+
+def test_an_error_names_the_combination_before_any_run_starts(in_tmp_path: None) -> None:
+    result = CliRunner().invoke(app, ["sweep", "-c", "quickstart", "algorithm.loss=tis,tiss"])
+    assert result.exit_code == 2
+    assert "error: algorithm.loss = tiss: " in result.output
+    assert not Path("runs").exists()
+
+
+def test_values_that_would_share_a_directory_are_refused(in_tmp_path: None) -> None:
+    with pytest.raises(ConfigError, match="list each value once"):
+        planned(FILES, ["staleness.max_versions=4,4"], name="mine", seeds=1)
+
+
+def test_a_run_that_finished_is_skipped_and_one_with_other_settings_is_refused(in_tmp_path: None) -> None:
+    [run] = planned(FILES, ["learner.total_steps=37"], name="mine", seeds=1)
+    assert not has_finished(run)
+    with RunDir.create(run.config) as directory:
+        assert not has_finished(run), "it still runs"
+        directory.finished("all steps are trained")
+    assert has_finished(run)
+    [longer] = planned(FILES, ["learner.total_steps=38"], name="mine", seeds=1)
+    with pytest.raises(ConfigError, match=r"learner.total_steps = 38, but .* has finished with 37"):
+        has_finished(longer)
+    result = CliRunner().invoke(
+        app, ["sweep", "--dry-run", "-c", "quickstart", "--name", "mine", "learner.total_steps=37"]
+    )
+    assert "seed-0  finished" in result.output
+
+
+def runs_of(count: int) -> list[SweptRun]:
+    return planned(FILES, [], name="mine", seeds=count)
+
+
+def program(text: str) -> list[str]:
+    return [sys.executable, "-S", "-c", text]
+
+
+def test_a_run_that_fails_is_named_and_the_others_train(in_tmp_path: None, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = runs_of(3)
+    commands = [program(f"open('trained-{number}', 'w')") for number in range(3)]
+    commands[1] = program("import sys; print('error: no disk'); sys.exit(1)")
+    assert asyncio.run(train_all(runs, commands, parallel=1, first=1, of=3)) == [runs[1].name]
+    assert [Path(f"trained-{number}").exists() for number in range(3)] == [True, False, True]
+    shown = capsys.readouterr()
+    assert "run 3 of 3: seed-2" in shown.out
+    assert "seed-1 failed" in shown.err
+    assert "exit code 1: no disk; see runs/mine/seed-1.log" in shown.err
+
+
+def test_runs_train_beside_each_other(in_tmp_path: None) -> None:
+    """Each of the two processes waits for the other one."""
+    text = "import os, pathlib\npathlib.Path('here-{}').touch()\nwhile not os.path.exists('here-{}'): pass"
+    commands = [program(text.format(0, 1)), program(text.format(1, 0))]
+    assert asyncio.run(train_all(runs_of(2), commands, parallel=2, first=1, of=2)) == []
+
+
+def test_a_signal_ends_the_process_in_order_and_starts_no_other(in_tmp_path: None) -> None:
+    saves = (
+        "import os, pathlib, signal, sys\n"
+        "def save(number, frame):\n    pathlib.Path('saved').write_text(str(number))\n    sys.exit(76)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        f"os.kill({os.getpid()}, signal.SIGTERM)\n"
+        "while True: signal.pause()"
+    )
+    with pytest.raises(typer.Exit) as ended:
+        asyncio.run(train_all(runs_of(2), [program(saves), program("open('second', 'w')")], parallel=1, first=1, of=2))
+    assert ended.value.exit_code == 130
+    assert Path("saved").read_text() == str(int(signal.SIGTERM))
+    assert not Path("second").exists()
+
+
+def test_the_process_of_a_run_ends_with_a_sweep_that_is_killed(in_tmp_path: None) -> None:
+    text = (
+        "import asyncio, sys\nfrom pathlib import Path\n"
+        "from asyncrl.cli.sweep import planned, train_all\n"
+        "runs = planned([Path('quickstart')], [], name='mine', seeds=1)\n"
+        f"command = {program('import os, time; open(chr(112), chr(119)).write(str(os.getpid())); time.sleep(300)')!r}\n"
+        "asyncio.run(train_all(runs, [command], parallel=1, first=1, of=1))"
+    )
+    with psutil.Popen(
+        [sys.executable, "-c", text], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ) as sweep:
+        while not (path := Path("p")).exists() or not path.read_text():
+            assert sweep.poll() is None
+        trained = psutil.Process(int(path.read_text()))
+        sweep.kill()
+    assert not psutil.wait_procs([trained], timeout=60)[1]
