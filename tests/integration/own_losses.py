@@ -155,6 +155,7 @@ HEALTHY = {
     "reinforce": (OfLogprobs(), "own function, each sample alone"),
     "pairwise": (Pairwise(), "own function, the group alone"),
     "of logits": (of_logits, "own function, each sample alone"),
+    "of the step": (OfTheStep(cap=2.0), "own function, each sample alone"),
     "random": (Random(), "not witnessed: two calls with the same rows give different derivatives"),
 }
 """Losses without a mistake, and the kind of witness that each has."""
