@@ -196,7 +196,7 @@ class _Witness:
         for step in (each.step for each in history.steps if each.step in lines):
             found, rate = lines[step].learning_rate, rate_of_step(settings, step=step, total_steps=total)
             where = f"step {step} has the learning rate {found:.6g} in steps.jsonl, and its schedule gives {rate:.6g}"
-            self._compare("rate", 1, abs(found - rate) / (rate or settings.learning_rate), where)
+            self._compare("rate", 1, abs(found - rate) / (rate or settings.learning_rate or 1.0), where)
 
     def _load(self, version: Version) -> None:
         if version not in self._kept.versions():

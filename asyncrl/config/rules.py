@@ -726,6 +726,12 @@ def _warnings(config: Config) -> Iterator[str]:
             "model.dtype = bfloat16 on CPUs is slow, and the log-probs of engine and learner differ more than in "
             "float32"
         )
+    for name, pool in config.rank_pools().items():
+        if not pool.optimizer.learning_rate:
+            yield (
+                f"{name}.optimizer.learning_rate = 0: the weights of the {name} stay as they are in all steps; "
+                "otherwise the run is as any other one, with steps, versions and checkpoints"
+            )
     yield from _share_warnings(config)
     yield from _agent_warnings(config)
 

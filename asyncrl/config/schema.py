@@ -521,8 +521,9 @@ class GeneratorSection(Section):
 class OptimizerSection(Section):
     """The AdamW optimizer and its learning-rate schedule."""
 
-    learning_rate: PositiveFloat = 1e-3
-    """Peak learning rate."""
+    learning_rate: NonNegativeFloat = 1e-3
+    """Peak learning rate. With 0, the weights never change: the run measures and evaluates fixed weights, and its start
+    says so."""
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     """Decay rates of AdamW's first and second moment."""
     eps: PositiveFloat = 1e-8

@@ -167,7 +167,11 @@ def failures(seen: Evidence) -> Finding | None:
 
 
 def unchanged(seen: Evidence) -> Finding | None:
-    return _skipped(seen) or _few_bits(seen) or _tiny_rate(seen)
+    """With a rate of 0, weights that stay are what the configuration asks for, and no fault. The start of the run says
+    that they stay."""
+    if (skipped := _skipped(seen)) is not None or seen.setting.learning_rate == 0:
+        return skipped
+    return _few_bits(seen) or _tiny_rate(seen)
 
 
 def _skipped(seen: Evidence) -> Finding | None:

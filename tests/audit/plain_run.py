@@ -67,11 +67,16 @@ BROKEN = 5
 
 
 def record_plainly(
-    directory: Path, *, faults: Faults = Faults(), has_broken_token: bool = False, **algorithm: Any
+    directory: Path,
+    *,
+    faults: Faults = Faults(),
+    has_broken_token: bool = False,
+    rate: float = RATE,
+    **algorithm: Any,
 ) -> Path:
     """Records the run in `directory`, with the model and the tokenizer that it describes in a folder that is removed.
     `algorithm.advantage` is `group_mean`, or reinforce_pp_baseline with a `gamma`. Returns the directory."""
-    config = _config(directory.parent / "model", **algorithm)
+    config = _config(directory.parent / "model", rate=rate, **algorithm)
     kept = KeptSteps(directory)
     kept.keep_model(make_model(Path(config.model.path)), with_weights=False)
     (directory / "config.yaml").write_text(dump_config(config))
@@ -89,8 +94,8 @@ def record_plainly(
     return directory
 
 
-def _config(model: Path, **algorithm: Any) -> Config:
-    optimizer = {"learning_rate": RATE, "warmup_steps": WARMUP_STEPS, "schedule": "constant", "weight_decay": 0.1}
+def _config(model: Path, *, rate: float, **algorithm: Any) -> Config:
+    optimizer = {"learning_rate": rate, "warmup_steps": WARMUP_STEPS, "schedule": "constant", "weight_decay": 0.1}
     made = make_config(groups_per_step=2, group_size=2, updates_per_step=1, ranks=1, optimizer=optimizer)
     sections = {
         "model": made.model.model_copy(update={"path": str(model)}),
@@ -107,7 +112,11 @@ def _steps(
     model.train(False)
     settings = config.learner.optimizer
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=RATE, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
+        model.parameters(),
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
     )
     _keep(model, kept.weights_path(Version(1, 0)))
     waiting, steps, lines = _generated(model, group=0, step=0), [], []
@@ -129,7 +138,8 @@ def _steps(
             rows["advantages"] = rows["advantages"][[0, 1, 3, 2]]
         if faults.untrained_sample == step:
             rows["sample_mask"][3] = 0.0
-        rate = RATE * min(1.0, (step * (2 if faults.schedule_counted_twice else 1) + 1) / WARMUP_STEPS)
+        counted = step * (2 if faults.schedule_counted_twice else 1)
+        rate = settings.learning_rate * min(1.0, (counted + 1) / WARMUP_STEPS)
         used = _without_broken(rows)
         norm = _trained(model, optimizer, used, rate=rate * (2 if faults.double_rate == step else 1))
         if faults.moved_tensor == step:

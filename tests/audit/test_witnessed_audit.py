@@ -87,6 +87,15 @@ def test_a_rate_of_another_step_of_the_schedule_is_found_in_steps_that_are_not_c
     )
 
 
+def test_a_run_with_a_rate_of_0_passes_and_a_tensor_that_moves_is_found(tmp_path: Path) -> None:
+    outcome = witnessed(record_plainly(tmp_path / "fixed" / "run", rate=0.0))
+    assert outcome.verdict is Verdict.PASSED, outcome.detail
+    assert outcome.witnessed is not None
+    assert {each.check: each.number for each in outcome.witnessed.comparisons}["rate"] == STEPS
+    outcome = witnessed(record_plainly(tmp_path / "moved" / "run", rate=0.0, faults=Faults(moved_tensor=2)))
+    assert outcome.detail.startswith("optimizer: step 2 changed model.layers.1.mlp.up_proj.weight by")
+
+
 def test_tokens_that_the_ranks_leave_out_are_left_out_and_named(tmp_path: Path) -> None:
     outcome = witnessed(record_plainly(tmp_path / "run", has_broken_token=True))
     assert outcome.verdict is Verdict.PASSED, outcome.detail

@@ -434,6 +434,16 @@ def test_rows_have_branches_if_a_part_of_the_run_plays_agents(overrides: list[st
         (["buffer.capacity_bytes=592895"], "buffer.capacity_groups=16", "generators may wait for room"),
         (["generator.max_concurrent_groups=49"], "generator.max_concurrent_groups=48", "never use the rest"),
         (["generator.max_completion_tokens=17"], "data.max_prompt_tokens=47", "longest prompts are cut before"),
+        (
+            ["learner.optimizer.learning_rate=0"],
+            "learner.optimizer.learning_rate=1e-9",
+            "learner.optimizer.learning_rate = 0: the weights of the learner stay as they are",
+        ),
+        (
+            ["critic={}", "critic.optimizer.learning_rate=0", "algorithm.advantage=gae"],
+            "critic.optimizer.learning_rate=1e-9",
+            "the weights of the critic stay",
+        ),
     ],
 )
 def test_what_runs_but_may_surprise_is_a_warning(overrides: list[str], silencer: str, says: str) -> None:

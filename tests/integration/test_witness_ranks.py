@@ -136,5 +136,15 @@ def test_a_witnessed_step_trains_as_another_one_and_skips_what_is_not_finite(pla
         assert not any(finding.failed for finding in found.values()), "a random loss has no two equal passes"
 
 
+@pytest.mark.parametrize("world", WORLDS)
+def test_with_a_learning_rate_of_0_the_weights_stay_and_all_checks_pass(
+    results: dict[int, dict[str, Any]], world: int
+) -> None:
+    for same, has_gradient, rate, findings in results[world]["fixed"]:
+        assert (same, has_gradient, rate) == (True, True, 0.0)
+        assert set(findings) >= {"counts", "rows", "advantages", "coefficients", "gradient", "optimizer", "frozen"}
+        assert all(finding.ratio < 0.7 for finding in findings.values())
+
+
 def test_the_numbers_of_a_step_have_every_check() -> None:
     assert tuple(WITNESSED) == CHECKS

@@ -338,7 +338,7 @@ def run_rank(rank: int, world_size: int, folder: Path, work: Callable[..., dict[
     """Does one of the works below, and writes its results."""
 
     def worker(name: str, *, dtype: str = "float32", on_failure: str = "warn", **learner: Any) -> PolicyWorker:
-        config = make_config(loss="decoupled_icepop", optimizer=SMOOTH_OPTIMIZER, **learner).model_dump()
+        config = make_config(loss="decoupled_icepop", **{"optimizer": SMOOTH_OPTIMIZER, **learner}).model_dump()
         config["model"]["dtype"] = dtype
         config["witness"]["on_failure"] = on_failure
         store = FileStore(str(folder / f"store-{world_size}-{name}"), world_size)
@@ -391,6 +391,14 @@ def steps_with_faults(worker: Callable[..., PolicyWorker]) -> dict[str, Any]:
         results["overflow"] = trained_with(policy, Overflows(), batch()).skipped
         policy.close()
     results["untouched"] = len(digests) == 1
+    rate_0 = SMOOTH_OPTIMIZER | {"learning_rate": 0.0, "weight_decay": 0.1}
+    policy = worker("fixed", optimizer=rate_0, **MODES["packed"])
+    reports = [reported(policy, "decoupled_icepop", batch()) for _ in range(3)]
+    results["fixed"] = [
+        (each.weights_before == each.weights_after, each.grad_norm > 0, each.learning_rate, dict(each.findings))
+        for each in reports
+    ]
+    policy.close()
     results["stopped"] = _stopped(worker("stopped", on_failure="stop", **MODES["packed"]))
     return results
 

@@ -216,6 +216,14 @@ def test_a_schedule_that_ends_near_0_is_no_tiny_rate() -> None:
     assert notes([flat(step, learning_rate=0.0) for step in TEN]) == ()
 
 
+def test_weights_that_stay_are_no_fault_where_the_rate_is_set_to_0() -> None:
+    fixed = [flat(step, learning_rate=0.0, diagnostics={"published_bits_ratio": 0.0}) for step in TEN]
+    assert notes(fixed, setting=Setting(learning_rate=0.0)) == ()
+    assert [note.concern for note in notes(fixed, setting=Setting(learning_rate=1e-20))] == [Concern.UNCHANGED]
+    skipped = [healthy(0, trained=False, learning_rate=0.0) for _ in range(5)]
+    assert notes(skipped, setting=Setting(learning_rate=0.0)) != (), "skipped steps have another cause"
+
+
 def test_one_block_with_less_of_a_component_may_be_chance() -> None:
     def step(number: int, *, fallen: int) -> StepRecord:
         late = number >= fallen
