@@ -109,8 +109,8 @@ class TrackedRecords(RecordSink):
 
     def append_eval(self, record: EvalRecord) -> None:
         prefix = "reward/heldout" if record.name == HELDOUT else f"reward/heldout_{record.name}"
-        numbers = {f"{prefix}_mean": record.reward_mean, f"{prefix}_version": record.version}
-        numbers |= {f"{prefix}_pass_at_{k}": value for k, value in record.pass_at.items()}
+        numbers: dict[str, float] = {f"{prefix}_version": record.version}
+        numbers |= {f"{prefix}_{name}": value for name, value in record.numbers().items()}
         # Trackers refuse a step lower than an earlier one, and the run may have trained more steps meanwhile.
         trained_steps = self._last.version_after if self._last else 0
         self._trackers.log(max(record.version, trained_steps), numbers)

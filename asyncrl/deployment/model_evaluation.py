@@ -22,10 +22,10 @@ from asyncrl.deployment.inputs import fitting_prompts, read_prompts
 from asyncrl.environments.scoring import PartScorers
 from asyncrl.environments.secrets import read_secrets, warn_of_short
 from asyncrl.errors import DatasetError, InfraError, RunError
-from asyncrl.generation.evaluation import answers_of, prompts_at_once
+from asyncrl.generation.evaluation import answers_of, mean_numbers, prompts_at_once
 from asyncrl.generation.rollout import HeldoutAnswer, Rollouts
 from asyncrl.generation.vllm_engine import VLLMEngine
-from asyncrl.learner.records import mean, mean_and_error, pass_at
+from asyncrl.learner.records import mean_and_error, pass_at
 
 if TYPE_CHECKING:
     from asyncrl.gateway.agent_rollouts import AgentRollouts
@@ -54,7 +54,8 @@ class SetResult(msgspec.Struct, frozen=True, kw_only=True):
     `non_greedy_tokens` is the number of their tokens that are not the most probable ones. It must be 0, and is None for
     several samples of a prompt.
     `pass_at` has the mean pass@k by k; a completion passes with a reward of at least `pass_reward`. `components` has
-    the mean of each component of the reward, without its weight.
+    the mean of each component of the reward, without its weight. `completion_tokens_mean`, `truncated_ratio` and
+    `turns_mean` are as in `EvalRecord`.
     """
 
     name: str
@@ -68,6 +69,9 @@ class SetResult(msgspec.Struct, frozen=True, kw_only=True):
     pass_reward: float
     pass_at: dict[int, float]
     components: dict[str, float]
+    completion_tokens_mean: float
+    truncated_ratio: float
+    turns_mean: float | None = None
     answers: list[AnsweredPrompt]
 
 
@@ -164,7 +168,8 @@ async def evaluate_set(name: str, tasks: Sequence[Task], *, rollouts: Rollouts, 
         raise RunError(f"no prompt of {name} got a reward{cause}")
     rewards = [[sample.reward for sample in each] for each in answers]
     reward_mean, error = mean_and_error(rewards)
-    parts = [sample.components for each in answers for sample in each]
+    numbers = mean_numbers([sample.numbers for each in answers for sample in each])
+    assert numbers is not None, "each answer has at least one completion"
     counts = [each[0].non_greedy_tokens for each in answers if each[0].non_greedy_tokens is not None]
     return SetResult(
         name=name,
@@ -177,16 +182,12 @@ async def evaluate_set(name: str, tasks: Sequence[Task], *, rollouts: Rollouts, 
         reward_stderr=error,
         pass_reward=how.pass_reward,
         pass_at=pass_at(rewards, pass_reward=how.pass_reward),
-        components=component_means(parts),
+        components=dict(numbers.components),
+        completion_tokens_mean=numbers.completion_tokens,
+        truncated_ratio=numbers.truncated,
+        turns_mean=numbers.turns,
         answers=[_answered(task, each) for task, each in zip(tasks, found, strict=True)],
     )
-
-
-def component_means(parts: Sequence[Any]) -> dict[str, float]:
-    """Returns the mean of each component of the rewards `parts` over the completions that have it."""
-    names = dict.fromkeys(name for each in parts for name in each)
-    means = {name: mean([each.get(name) for each in parts]) for name in names}
-    return {name: value for name, value in means.items() if value is not None}
 
 
 def samples_in_words(samples: int) -> str:
@@ -199,10 +200,12 @@ def result_lines(result: SetResult) -> list[str]:
 
     >>> given = dict(samples=2, temperature=1.0, pass_reward=1.0, components={"right": 0.5, "short": 1.0}, answers=[])
     >>> numbers = dict(prompts=8, failed=1, reward_mean=0.5, reward_stderr=0.125, pass_at={1: 0.5, 2: 0.75})
+    >>> numbers |= dict(completion_tokens_mean=20.25, truncated_ratio=0.125)
     >>> print(*result_lines(SetResult(name="heldout", **given, **numbers)), sep=chr(10))
     heldout: reward 0.500 ± 0.125 (8 of 9 prompts, 2 completions each at temperature 1)
       pass@1 0.500  pass@2 0.750  (a completion passes with a reward of at least 1)
       components of the reward: right 0.500  short 1.000
+      a completion has 20.2 tokens on average; 12 % are cut at their length limit
     """
     asked = result.prompts + result.failed
     prompts = f"{result.prompts} of {asked} prompts" if result.failed else f"{asked} prompts"
@@ -215,6 +218,11 @@ def result_lines(result: SetResult) -> list[str]:
     if result.components:
         shown = "  ".join(f"{name} {value:.3f}" for name, value in result.components.items())
         lines.append(f"  components of the reward: {shown}")
+    turns = "" if result.turns_mean is None else f" and {result.turns_mean:.2f} turns"
+    lines.append(
+        f"  a completion has {result.completion_tokens_mean:.1f} tokens{turns} on average; "
+        f"{result.truncated_ratio * 100:.0f} % are cut at their length limit"
+    )
     if result.non_greedy_tokens:
         lines.append(
             f"  not greedy: {result.non_greedy_tokens} tokens are not the most probable ones. It is a bug of asyncrl "
@@ -231,5 +239,5 @@ def _answered(task: Task, found: list[HeldoutAnswer] | Failure) -> AnsweredPromp
         answer=task.answer,
         completions=tuple(each.text for each in found),
         rewards=tuple(each.reward for each in found),
-        components=tuple(dict(each.components) for each in found if each.components),
+        components=tuple(dict(each.numbers.components) for each in found if each.numbers.components),
     )

@@ -5,6 +5,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TypeVar
 
 from asyncrl.buffer.records import Failure
@@ -13,7 +14,7 @@ from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.prompts import Task
 from asyncrl.errors import RolloutError, RunError
-from asyncrl.generation.rollout import Rollouts
+from asyncrl.generation.rollout import AnswerNumbers, Rollouts
 
 logger = logging.getLogger(__name__)
 
@@ -21,10 +22,12 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Rewards:
     """The rewards of the samples of a held-out question. `non_greedy_tokens` is the number of tokens that were not the
-    most probable ones, which must be 0 for a single greedy sample; None for several samples."""
+    most probable ones, which must be 0 for a single greedy sample; None for several samples. `numbers` has the means of
+    the samples' other numbers."""
 
     of_samples: tuple[float, ...]
     non_greedy_tokens: int | None = None
+    numbers: AnswerNumbers | None = None
 
 
 Answer = Rewards | Failure
@@ -40,7 +43,11 @@ async def evaluate(
 
     async def rewards(number: int, task: Task) -> Rewards:
         answers = await rollouts.answers(task, how, number=number)
-        return Rewards(tuple(answer.reward for answer in answers), answers[0].non_greedy_tokens)
+        return Rewards(
+            tuple(answer.reward for answer in answers),
+            answers[0].non_greedy_tokens,
+            mean_numbers([answer.numbers for answer in answers]),
+        )
 
     async def report(failure: Failure) -> None:
         try:
@@ -75,6 +82,28 @@ async def answers_of(
                 return failure
 
     return list(await asyncio.gather(*[one(number, task) for number, task in enumerate(tasks)]))
+
+
+def mean_numbers(numbers: Sequence[AnswerNumbers]) -> AnswerNumbers | None:
+    """Returns the means of the numbers; None without any. The mean of a component, or of the turns, is over the
+    completions that have it.
+
+    >>> cut = AnswerNumbers(components={"right": 0.0}, completion_tokens=8, truncated=1, turns=None)
+    >>> mean_numbers([cut, AnswerNumbers(components={}, completion_tokens=4, truncated=0, turns=3)])
+    AnswerNumbers(components={'right': 0.0}, completion_tokens=6.0, truncated=0.5, turns=3.0)
+    """
+    if not numbers:
+        return None
+    names = dict.fromkeys(name for each in numbers for name in each.components)
+    turns = [each.turns for each in numbers if each.turns is not None]
+    return AnswerNumbers(
+        components={
+            name: fmean(each.components[name] for each in numbers if name in each.components) for name in names
+        },
+        completion_tokens=fmean(each.completion_tokens for each in numbers),
+        truncated=fmean(each.truncated for each in numbers),
+        turns=fmean(turns) if turns else None,
+    )
 
 
 def prompts_at_once(slots: int, *, share: float, samples: int) -> int:

@@ -60,15 +60,30 @@ class FinishedGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerNumbers:
+    """Numbers of a completion of a held-out prompt; of several completions, their means.
+
+    `components` has the components of the reward, without their weights, if it has any. `completion_tokens` is the
+    number of sampled tokens. `truncated` is 1 for a completion that was cut at its length limit, and 0 for another one.
+    `turns` is the number of the calls of an agent; None without one.
+    """
+
+    components: Mapping[str, float]
+    completion_tokens: float
+    truncated: float
+    turns: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeldoutAnswer:
-    """A completion of a held-out prompt with its reward, and the components of the reward, if it has any.
+    """A completion of a held-out prompt with its reward and its other numbers.
 
     `non_greedy_tokens` is the number of its tokens that were not the most probable ones. It must be 0 for the only
     completion of a prompt, and is None for one of several."""
 
     text: str
     reward: float
-    components: Mapping[str, float]
+    numbers: AnswerNumbers
     non_greedy_tokens: int | None
 
 
@@ -116,15 +131,21 @@ class Rollouts:
         temperature = how.temperature if samples > 1 else 0.0
         attempt = Attempt(greedy=samples == 1)
         played = await self._played(task, samples=samples, seed=seed, temperature=temperature, attempt=attempt)
+        turns = [None] * samples if played.activity is None else played.activity["turns"]
         answers: list[HeldoutAnswer] = []
-        for episode, score in zip(played.episodes, played.scores, strict=True):
+        for episode, score, of_agent in zip(played.episodes, played.scores, turns, strict=True):
             if isinstance(score, DataError):
                 raise score
             answers.append(
                 HeldoutAnswer(
                     text=episode.text,
                     reward=total(score),
-                    components=parts_of(score),
+                    numbers=AnswerNumbers(
+                        components=parts_of(score),
+                        completion_tokens=episode.sampled_tokens,
+                        truncated=float(episode.truncated),
+                        turns=of_agent,
+                    ),
                     non_greedy_tokens=played.non_greedy_tokens,
                 )
             )

@@ -27,7 +27,7 @@ from asyncrl.coordinator.coordinator import Coordinator
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.calls import finished, named_actor
 from asyncrl.errors import ActorGone, ActorUnreachable, FailureClass, RunError, StallError, WitnessFailed
-from asyncrl.generation.evaluation import Answer
+from asyncrl.generation.evaluation import Answer, mean_numbers
 from asyncrl.learner.progress import replicas_in_words
 from asyncrl.learner.records import EvalRecord, RecordSink, mean_and_error, pass_at
 from asyncrl.metrics.recorders import LearnerMetrics
@@ -247,6 +247,7 @@ class HeldoutEvaluation:
                 )
             logger.warning("%s. The first cause: %s", what, failures[0].words)
         mean, error = mean_and_error(rewards)
+        numbers = mean_numbers([answer.numbers for answer in answered if answer.numbers is not None])
         how = self._how[name]
         record = EvalRecord(
             name=name,
@@ -261,6 +262,10 @@ class HeldoutEvaluation:
             samples=how.samples,
             pass_at=pass_at(rewards, pass_reward=how.pass_reward) if how.samples > 1 else {},
             non_greedy_tokens=sum(counts) if counts else None,
+            reward_components={} if numbers is None else dict(numbers.components),
+            completion_tokens_mean=None if numbers is None else numbers.completion_tokens,
+            truncated_ratio=None if numbers is None else numbers.truncated,
+            turns_mean=None if numbers is None else numbers.turns,
         )
         for sink in self.sinks:
             sink.append_eval(record)

@@ -271,6 +271,12 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
     if an earlier version of asyncrl wrote the record. `non_greedy_tokens` is the number of tokens that were not the
     most probable ones, which must be 0 with one of `samples`; None with several, without an answer, or if an earlier
     version wrote the record.
+
+    Four fields are means over the prompts with a reward; they are empty or None without such a prompt, or if an earlier
+    version wrote the record. `reward_components` has the components of the reward by name, without their weights.
+    `completion_tokens_mean` is the number of sampled tokens of a completion. `truncated_ratio` is the share of
+    completions that were cut at their length limit. `turns_mean` is the number of calls of an agent in an episode; None
+    without agents.
     """
 
     name: str = HELDOUT
@@ -285,6 +291,23 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
     samples: int = 1
     pass_at: dict[int, float] = {}
     non_greedy_tokens: int | None = None
+    reward_components: dict[str, float] = {}
+    completion_tokens_mean: float | None = None
+    truncated_ratio: float | None = None
+    turns_mean: float | None = None
+
+    def numbers(self) -> dict[str, float]:
+        """Returns the numbers of the evaluation that were measured by name, for trackers and views. `mean` is the
+        reward."""
+        found = {
+            "mean": self.reward_mean,
+            **{f"pass_at_{k}": value for k, value in self.pass_at.items()},
+            **{f"component_{name}": value for name, value in self.reward_components.items()},
+            "completion_tokens_mean": self.completion_tokens_mean,
+            "truncated_ratio": self.truncated_ratio,
+            "turns_mean": self.turns_mean,
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
     @property
     def step(self) -> int:
@@ -371,12 +394,22 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 class HeldoutEnds(msgspec.Struct, frozen=True, kw_only=True):
     """The rewards of the first and the last evaluation on a held-out set; `last` is None if there was only one.
-    `prompts` and `failed` count the prompts of the last evaluation with and without a reward."""
+    `first_step` and `last_step` are the numbers of steps behind the weights that were evaluated. The other fields
+    are of the newest evaluation, also if it is the only one: `prompts` and `failed` count the prompts with and without
+    a reward, and `numbers` has its numbers besides the reward, by the names of `EvalRecord.numbers`."""
 
     first: float | None = None
     last: float | None = None
+    first_step: int | None = None
+    last_step: int | None = None
     prompts: int = 0
     failed: int = 0
+    numbers: dict[str, float] = {}
+
+    @property
+    def newest_step(self) -> int | None:
+        """The number of steps behind the weights of the newest evaluation; None without an evaluation."""
+        return self.first_step if self.last_step is None else self.last_step
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
@@ -421,14 +454,16 @@ class Summary(RunTotals, frozen=True, kw_only=True):
 
     Besides its own numbers, it has those of `RunTotals`, such as `groups_failed`: by reason, the discarded groups whose
     rollouts failed. `heldout_first` and `heldout_last` are the rewards of the first and last evaluation; `heldout_last`
-    is None when there was only one. `heldout_prompts` and `heldout_failed` count the prompts of the last evaluation
-    with and without a reward. `reward_first` and `reward_last` are means over the first and last 5 % of steps, at least
-    1 and at most 10 steps. `samples_per_s` is the rate of trained samples between the end of the first and the end of
-    the last step, without the starts of a restarted run. The busy ratios are measured over the same time: the learner's
-    is the share of time in which it neither waited for groups nor was in the state `other`, the generators' is the
-    share of the state `generating`. `restarts` is the number of times that the run was resumed, and `lost_steps` the
-    number of steps that were trained again, because the run went back. `parity_max_nats` is the largest difference of
-    log-probs over all probes and all trained on-policy tokens. `ess_ratio_mean` and `ess_ratio_lowest` are over the
+    is None when there was only one. `heldout_first_step` and `heldout_last_step` are the numbers of steps behind the
+    weights that were evaluated; a run that was stopped has trained more since then. `heldout_prompts` and
+    `heldout_failed` count the prompts of the last evaluation with and without a reward, and `heldout_numbers` has its
+    other numbers, as in `HeldoutEnds`. `reward_first` and `reward_last` are means over the first and last 5 % of steps,
+    at least 1 and at most 10 steps. `samples_per_s` is the rate of trained samples between the end of the first and the
+    end of the last step, without the starts of a restarted run. The busy ratios are measured over the same time: the
+    learner's is the share of time in which it neither waited for groups nor was in the state `other`, the generators'
+    is the share of the state `generating`. `restarts` is the number of times that the run was resumed, and `lost_steps`
+    the number of steps that were trained again, because the run went back. `parity_max_nats` is the largest difference
+    of log-probs over all probes and all trained on-policy tokens. `ess_ratio_mean` and `ess_ratio_lowest` are over the
     steps with an effective sample size. `heldout_sets` has the results of the evaluations for each named held-out set
     (`eval.sets`). `witnessed_steps` is the number of steps of which the witness computed a group a second time, and
     `witness_failures` the number of steps, also of other ones, in which it found a larger difference than is accepted.
@@ -458,6 +493,22 @@ class Summary(RunTotals, frozen=True, kw_only=True):
     witnessed_steps: int = 0
     witness_failures: int = 0
     notes: tuple[Note, ...] = ()
+    heldout_first_step: int | None = None
+    heldout_last_step: int | None = None
+    heldout_numbers: dict[str, float] = {}
+
+    def heldout_ends(self) -> dict[str, HeldoutEnds]:
+        """Returns the first and the last evaluation of each held-out set by name, with the set of every run first."""
+        own = HeldoutEnds(
+            first=self.heldout_first,
+            last=self.heldout_last,
+            first_step=self.heldout_first_step,
+            last_step=self.heldout_last_step,
+            prompts=self.heldout_prompts,
+            failed=self.heldout_failed,
+            numbers=self.heldout_numbers,
+        )
+        return {HELDOUT: own, **self.heldout_sets}
 
 
 # Reads the records of a run that may still write them: `run.json`, `config.yaml` and the JSON lines files.
@@ -672,6 +723,9 @@ def build_summary(
         reward_last=mean([record.reward_mean for record in steps[-window:]]),
         heldout_first=own.first,
         heldout_last=own.last,
+        heldout_first_step=own.first_step,
+        heldout_last_step=own.last_step,
+        heldout_numbers=own.numbers,
         heldout_prompts=own.prompts,
         heldout_failed=own.failed,
         heldout_sets=ends,
@@ -701,8 +755,11 @@ def heldout_ends(evals: Sequence[EvalRecord]) -> dict[str, HeldoutEnds]:
         found[name] = HeldoutEnds(
             first=of_set[0].reward_mean,
             last=of_set[-1].reward_mean if len(of_set) > 1 else None,
+            first_step=of_set[0].version,
+            last_step=of_set[-1].version if len(of_set) > 1 else None,
             prompts=of_set[-1].prompts,
             failed=of_set[-1].failed,
+            numbers={name: value for name, value in of_set[-1].numbers().items() if name != "mean"},
         )
     return found
 

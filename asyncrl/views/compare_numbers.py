@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from asyncrl.learner.records import Summary
+from asyncrl.learner.records import HeldoutEnds, Summary
 from asyncrl.views.compare_curves import of_set
 from asyncrl.views.compared_runs import UNKNOWN, Compared, Group, Row
-from asyncrl.views.quantities import change, duration, number
+from asyncrl.views.quantities import change, duration, held_out, held_out_number, number
 from asyncrl.views.seed_statistics import Difference, difference, estimate
 
 CSV_COLUMNS = (
@@ -30,12 +30,18 @@ class Total(NamedTuple):
 
 def totals_of(runs: Sequence[Compared]) -> list[Total]:
     """Returns the numbers that at least one of the runs has."""
-    sets = dict.fromkeys(name for run in runs for name in run.summary.heldout_sets)
     found = [
         Total("steps", lambda total: total.steps, tested=False),
         Total("reward, last steps", lambda total: total.reward_last),
-        Total("held-out reward, last", lambda total: total.heldout_last),
-        *(Total(f"held-out reward{of_set(name)}, last", partial(_last_of, name=name)) for name in sets),
+        *(
+            Total(f"held-out reward{of_set(name)}, last", partial(_last_of, name=name))
+            for name in dict.fromkeys(name for name, _ in _heldout_numbers(runs))
+        ),
+        *(
+            Total(f"{_in_words(name, of)}, last", partial(_last_number, name=name, of=of), tested=False)
+            for name, of in _heldout_numbers(runs)
+            if of is not None
+        ),
         Total("trained samples per second", lambda total: total.samples_per_s),
         Total("seconds", lambda total: total.wall_s),
         Total("trained tokens", lambda total: total.trained_tokens, tested=False),
@@ -44,9 +50,26 @@ def totals_of(runs: Sequence[Compared]) -> list[Total]:
     return [each for each in found if any(_values(each, runs))]
 
 
+def _heldout_numbers(runs: Sequence[Compared]) -> list[tuple[str, str | None]]:
+    """Returns pairs (held-out set, number of its newest evaluation) that at least one run has. The first number of a
+    set is None, which stands for its reward."""
+    sets = [(name, ends) for run in runs for name, ends in run.summary.heldout_ends().items()]
+    numbers = {
+        name: dict.fromkeys(of for other, ends in sets if other == name for of in ends.numbers) for name, _ in sets
+    }
+    return [(name, of) for name, found in numbers.items() for of in (None, *found)]
+
+
+def _in_words(name: str, of: str) -> str:
+    return f"held-out {held_out_number(of)}{of_set(name)}"
+
+
 def _last_of(total: Summary, *, name: str) -> float | None:
-    ends = total.heldout_sets.get(name)
-    return None if ends is None else ends.last
+    return total.heldout_ends().get(name, HeldoutEnds()).last
+
+
+def _last_number(total: Summary, *, name: str, of: str) -> float | None:
+    return total.heldout_ends().get(name, HeldoutEnds()).numbers.get(of)
 
 
 def _values(total: Total, runs: Sequence[Compared]) -> list[tuple[tuple[str, ...], float]]:
@@ -140,15 +163,18 @@ def totals(runs: Sequence[Compared]) -> list[Row]:
     def optional(value: float | None) -> str:
         return UNKNOWN if value is None else number(value)
 
-    sets = dict.fromkeys(name for run in runs for name in run.summary.heldout_sets)
     rows = [
         Row("settings", [", ".join(run.seed) or UNKNOWN for run in runs]),
         Row("state", [run.records.info.state for run in runs]),
         row("steps", lambda total: f"{total.steps:,}"),
         row("time", lambda total: duration(total.wall_s)),
         row("reward, first to last steps", lambda total: change(total.reward_first, total.reward_last)),
-        row("held-out reward", lambda total: change(total.heldout_first, total.heldout_last)),
-        *(row(f"held-out reward{of_set(name)}", partial(_ends_of, name=name)) for name in sets),
+        *(
+            row(f"held-out reward{of_set(name)}", partial(_ends_of, name=name))
+            if of is None
+            else row(_in_words(name, of), partial(_newest_of, name=name, of=of))
+            for name, of in _heldout_numbers(runs)
+        ),
         row("trained samples per second", lambda total: number(total.samples_per_s)),
         row("trained tokens", lambda total: number(total.trained_tokens)),
         row("oldest trained token, versions", lambda total: f"{total.max_token_staleness} of {total.staleness_limit}"),
@@ -163,5 +189,9 @@ def totals(runs: Sequence[Compared]) -> list[Row]:
 
 
 def _ends_of(total: Summary, *, name: str) -> str:
-    ends = total.heldout_sets.get(name)
-    return UNKNOWN if ends is None else change(ends.first, ends.last)
+    return held_out(total.heldout_ends().get(name, HeldoutEnds()))
+
+
+def _newest_of(total: Summary, *, name: str, of: str) -> str:
+    ends = total.heldout_ends().get(name, HeldoutEnds())
+    return f"{number(ends.numbers[of])} (step {ends.newest_step})" if of in ends.numbers else UNKNOWN

@@ -157,13 +157,12 @@ def _progress(view: LiveView) -> RenderableType:
 
 
 def _heldout(run: RunView) -> Text:
-    """Returns the first and the last reward of each held-out set."""
+    """Returns the first and the last reward of each held-out set, and the step of the last one."""
     parts = []
     for name, evaluations in run.heldout.items():
         ends = [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else evaluations
         values = " → ".join(f"{each.reward:.2f}" for each in ends)
-        start = " at the start" if len(evaluations) == 1 else ""
-        parts.append(f"  {'held out' if name == HELDOUT else name} {values}{start}")
+        parts.append(f"  {'held out' if name == HELDOUT else name} {values} (step {evaluations[-1].version})")
     return Text("".join(parts))
 
 

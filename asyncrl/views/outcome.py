@@ -8,8 +8,9 @@ from pathlib import Path
 
 from asyncrl.config.named_code import named_code
 from asyncrl.config.schema import HELDOUT, Config
-from asyncrl.learner.records import EvalRecord, HeldoutEnds, Summary
+from asyncrl.learner.records import EvalRecord, Summary
 from asyncrl.views.health_finds import by_reason
+from asyncrl.views.quantities import held_out, held_out_numbers
 
 
 def totals_lines(summary: Summary, *, total_steps: int) -> Iterator[str]:
@@ -18,17 +19,13 @@ def totals_lines(summary: Summary, *, total_steps: int) -> Iterator[str]:
         yield f"{summary.stop_reason[:1].upper()}{summary.stop_reason[1:]}."
     elif summary.steps < total_steps:
         yield f"Stopped at step {summary.steps} of {total_steps}."
-    own = HeldoutEnds(
-        first=summary.heldout_first,
-        last=summary.heldout_last,
-        prompts=summary.heldout_prompts,
-        failed=summary.heldout_failed,
-    )
-    for name, ends in {HELDOUT: own, **summary.heldout_sets}.items():
+    for name, ends in summary.heldout_ends().items():
         if ends.first is not None and ends.last is not None:
-            got = f" ({ends.prompts} of {ends.prompts + ends.failed} prompts)" if ends.failed else ""
+            got = f", {ends.prompts} of {ends.prompts + ends.failed} prompts" if ends.failed else ""
             of_set = "" if name == HELDOUT else f" of {name}"
-            yield f"held-out reward{of_set} {ends.first:.3f} → {ends.last:.3f}{got}"
+            yield f"held-out reward{of_set} {held_out(ends)}{got}"
+            if numbers := held_out_numbers(ends):
+                yield f"{numbers}{of_set and f' ({name})'}"
     age = summary.max_token_staleness
     yield (
         f"{summary.steps} steps in {summary.wall_s:.0f} s, oldest trained token {age} version{'s' * (age != 1)} old "

@@ -2,6 +2,15 @@
 
 from datetime import UTC, datetime
 
+from asyncrl.learner.records import HeldoutEnds
+
+_HELD_OUT = {
+    "mean": "reward",
+    "completion_tokens_mean": "tokens of a completion",
+    "truncated_ratio": "share of truncated completions",
+    "turns_mean": "turns of an episode",
+}
+
 
 def number(value: float) -> str:
     """Returns a number with three significant digits; thousands as k, millions as M, billions as G.
@@ -53,3 +62,36 @@ def change(first: float | None, last: float | None) -> str:
     if first is None:
         return "–"
     return f"{first:.2f} at the start" if last is None else f"{first:.2f} → {last:.2f}"
+
+
+def held_out(ends: HeldoutEnds) -> str:
+    """Returns the rewards of the first and the last evaluation, each with the step of the evaluated weights.
+
+    >>> held_out(HeldoutEnds(first=0.5, first_step=0)), held_out(HeldoutEnds())
+    ('0.500 (step 0)', '–')
+    >>> held_out(HeldoutEnds(first=0.5, first_step=0, last=0.75, last_step=12))
+    '0.500 (step 0) → 0.750 (step 12)'
+    """
+    known = [(ends.first, ends.first_step), (ends.last, ends.last_step)]
+    return " → ".join(f"{reward:.3f} (step {step})" for reward, step in known if reward is not None) or "–"
+
+
+def held_out_number(name: str) -> str:
+    """Returns in words the name of a number of an evaluation (`EvalRecord.numbers`).
+
+    >>> [held_out_number(name) for name in ("mean", "pass_at_8", "component_ends_well", "turns_mean")]
+    ['reward', 'pass@8', 'component ends_well', 'turns of an episode']
+    """
+    if name.startswith("pass_at_"):
+        return name.replace("_at_", "@")
+    return _HELD_OUT.get(name) or name.replace("_", " ", 1)
+
+
+def held_out_numbers(ends: HeldoutEnds) -> str:
+    """Returns the numbers of the newest evaluation besides its reward as text; empty if none is known.
+
+    >>> held_out_numbers(HeldoutEnds(first=0.5, first_step=4, numbers={"pass_at_2": 0.75, "turns_mean": 3}))
+    'held out at step 4: pass@2 0.75, turns of an episode 3'
+    """
+    shown = ", ".join(f"{held_out_number(name)} {number(value)}" for name, value in ends.numbers.items())
+    return f"held out at step {ends.newest_step}: {shown}" if shown else ""

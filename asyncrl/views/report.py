@@ -38,7 +38,7 @@ from asyncrl.learner.records import (
 from asyncrl.run_files import UNREADABLE, read
 from asyncrl.views.headline import Headline, headline
 from asyncrl.views.page_templates import TEMPLATES
-from asyncrl.views.report_panels import flow, learning, restart_marks
+from asyncrl.views.report_panels import evaluations, flow, learning, restart_marks
 from asyncrl.views.report_samples import shown_samples, some_samples
 from asyncrl.views.report_staleness import limit_to_draw, staleness
 from asyncrl.views.run_view import RunView, run_view
@@ -139,6 +139,7 @@ def report_html(run: RunRecords) -> str:
         headline=run.headline,
         notes=run.view.notes,
         learning=learning(run.steps, run.evals, marks=marks) if run.steps else [],
+        evaluations=evaluations(run.evals) if run.steps else None,
         flow=flow(run.steps, marks=marks) if run.steps else [],
         staleness=staleness(run.steps, limit=drawn_limit, marks=marks) if run.steps else [],
         drawn_limit=drawn_limit,

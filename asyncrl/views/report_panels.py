@@ -13,6 +13,7 @@ from asyncrl.metrics import state_colors
 from asyncrl.metrics.numbers import charts
 from asyncrl.metrics.state_colors import Color
 from asyncrl.views.charts import Mark, Series, line_chart, share_chart
+from asyncrl.views.quantities import held_out_number, number
 
 CURVE_POINTS = 300
 COLORS = ("blue", "green", "amber", "violet", "red")
@@ -20,6 +21,8 @@ COLORS = ("blue", "green", "amber", "violet", "red")
 SET_COLORS = ("amber", "green", "violet", "red")
 """Colours of held-out sets. The training curve beside them is blue."""
 SHARE_POINTS = 60
+EVALUATIONS_SHOWN = 10
+"""The table of evaluations has the first one of a set and the last ones, together at most so many."""
 
 Steps = Sequence[StepRecord]
 Values = list[float | None]
@@ -170,6 +173,26 @@ def per_second(window: Steps, amount: float) -> float | None:
 def last_steps(bins: Sequence[Steps]) -> list[float]:
     """Returns the number of the last step of each bin, which is the bin's place on the x axis."""
     return [float(chunk[-1].step) for chunk in bins]
+
+
+def evaluations(evals: Sequence[EvalRecord]) -> tuple[list[str], list[list[str]]] | None:
+    """Returns the head and the rows of the table of held-out evaluations; None if there is none. A row has the set, the
+    number of steps behind the weights, the numbers of prompts, and a column for each number that an evaluation has."""
+    if not evals:
+        return None
+    of_sets = {
+        name: [each for each in evals if each.name == name] for name in dict.fromkeys(each.name for each in evals)
+    }
+    shown = [record for found in of_sets.values() for record in (found[:1] + found[1:][1 - EVALUATIONS_SHOWN :])]
+    known = dict.fromkeys(name for each in shown for name in each.numbers())
+    rows = []
+    for record in shown:
+        values = {name: number(value) for name, value in record.numbers().items()}
+        if record.reward_mean is not None and record.reward_stderr is not None:
+            values["mean"] += f" ± {number(record.reward_stderr)}"
+        prompts = f"{record.prompts} of {record.prompts + record.failed}" if record.failed else f"{record.prompts}"
+        rows.append([record.name, f"{record.version}", prompts, *(values.get(name, "–") for name in known)])
+    return ["set", "step", "prompts", *map(held_out_number, known)], rows
 
 
 def smooth(values: Values) -> Values:

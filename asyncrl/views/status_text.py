@@ -12,6 +12,7 @@ from asyncrl.coordinator.status import RunStatus
 from asyncrl.learner.records import heldout_ends, in_words, shares_of
 from asyncrl.views.headline import bottleneck_of, headline
 from asyncrl.views.health_finds import failed_share
+from asyncrl.views.quantities import held_out, held_out_numbers
 from asyncrl.views.run_view import RunView
 
 
@@ -78,7 +79,7 @@ def status_json(status: RunStatus, run: RunView, *, now: datetime) -> bytes:
     The key `as_of` has the time of the status, ISO 8601. The key `since_start` has the shares of time by state since
     the start, without the time in which the processes started; the bottleneck, the headline, the health notes, and the
     mean and the lowest effective sample size of the steps. Null means not known. The key `heldout` has the rewards of
-    the first and the last evaluation of each held-out set.
+    the first and the last evaluation of each held-out set, with their steps, and the other numbers of the last one.
     """
     since_start = {
         "learner_shares": run.learner_shares,
@@ -103,10 +104,13 @@ def _spent(report: ReplicaReport) -> str:
 
 
 def _heldout(run: RunView) -> Iterator[str]:
-    """Yields a line with the first and the last reward of each held-out set."""
-    for name, evaluations in run.heldout.items():
-        ends = [f"{each.reward:.3f} (step {each.version})" for each in [*evaluations[:1], *evaluations[1:][-1:]]]
-        yield f"held-out reward{'' if name == HELDOUT else f' of {name}'}: {' → '.join(ends)}"
+    """Yields a line with the first and the last reward of each held-out set, and one with the other numbers of its
+    newest evaluation."""
+    for name, ends in heldout_ends([record for record in run.evals if record.reward_mean is not None]).items():
+        of_set = "" if name == HELDOUT else f" of {name}"
+        yield f"held-out reward{of_set}: {held_out(ends)}"
+        if numbers := held_out_numbers(ends):
+            yield f"{numbers}{of_set and f' ({name})'}"
 
 
 def _failures(status: RunStatus) -> Iterator[str]:

@@ -12,7 +12,7 @@ from asyncrl.cli.options import print_outcome
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import Config
 from asyncrl.learner.records import EvalRecord, Summary, build_summary
-from asyncrl.views.outcome import dropped_in_words
+from asyncrl.views.outcome import dropped_in_words, totals_lines
 
 
 def summary(**totals: Any) -> Summary:
@@ -57,7 +57,25 @@ def test_held_out_prompts_that_got_no_reward_are_counted(tmp_path: Path, capsys:
     evals = [EvalRecord(version=v, wall_s=9, prompts=15, failed=1, reward_mean=r) for v, r in ((0, 0.25), (1, 0.5))]
     run = write_run(tmp_path, [make_step(0)])
     print_outcome(build_summary([make_step(0)], evals, TOTALS, staleness_limit=2), run, config=Config(), again=["up"])
-    assert "held-out reward 0.250 → 0.500 (15 of 16 prompts)" in capsys.readouterr().out
+    assert "held-out reward 0.250 (step 0) → 0.500 (step 1), 15 of 16 prompts\n" in capsys.readouterr().out
+
+
+def test_a_run_that_was_stopped_names_the_step_of_its_last_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
+    first, last = (
+        EvalRecord(
+            name=name, version=version, wall_s=9, prompts=8, reward_mean=reward, pass_at={2: 0.75},
+            reward_components={"right": 0.25}, completion_tokens_mean=20.25, truncated_ratio=0.125, turns_mean=None,
+        )
+        for name, version, reward in (("sums", 0, 0.25), ("sums", 12, 0.31))
+    )  # fmt: skip
+    run = build_summary([make_step(step) for step in range(18)], [first, last], TOTALS, staleness_limit=2)
+    lines = list(totals_lines(run, total_steps=60))
+    assert lines[:3] == [
+        "Stopped at step 18 of 60.",
+        "held-out reward of sums 0.250 (step 0) → 0.310 (step 12)",
+        "held out at step 12: pass@2 0.75, component right 0.25, tokens of a completion 20.2, share of truncated "
+        "completions 0.125 (sums)",
+    ]
 
 
 def test_a_run_that_an_evaluation_ended_says_so_and_names_its_best_checkpoint(

@@ -32,11 +32,21 @@ def test_each_set_has_its_own_numbers_in_trackers(tmp_path: Path) -> None:
         tracked = TrackedRecords(config, run, before=None, new_trackers=lambda *_, **__: trackers)
         for name in ("heldout", "sums"):
             tracked.append_eval(
-                EvalRecord(name=name, version=4, wall_s=1, prompts=8, reward_mean=0.5, pass_at={2: 0.75})
+                EvalRecord(
+                    name=name, version=4, wall_s=1, prompts=8, reward_mean=0.5, pass_at={2: 0.75}, truncated_ratio=0.25
+                )
             )
     assert trackers.logged == [
-        (4, {"reward/heldout_mean": 0.5, "reward/heldout_version": 4, "reward/heldout_pass_at_2": 0.75}),
-        (4, {"reward/heldout_sums_mean": 0.5, "reward/heldout_sums_version": 4, "reward/heldout_sums_pass_at_2": 0.75}),
+        (
+            4,
+            {
+                f"{prefix}_version": 4,
+                f"{prefix}_mean": 0.5,
+                f"{prefix}_pass_at_2": 0.75,
+                f"{prefix}_truncated_ratio": 0.25,
+            },
+        )
+        for prefix in ("reward/heldout", "reward/heldout_sums")
     ]
 
 

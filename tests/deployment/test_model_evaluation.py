@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from asyncrl.cli.main import app
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.deployment import model_evaluation
-from asyncrl.deployment.model_evaluation import SetResult, component_means, evaluate_set, result_lines
+from asyncrl.deployment.model_evaluation import SetResult, evaluate_set, result_lines
 from asyncrl.environments.scores import Score
 from asyncrl.environments.scoring_messages import Components
 from asyncrl.errors import DataError, RunError
@@ -64,6 +65,9 @@ async def test_the_numbers_of_a_set_are_those_of_its_answers() -> None:
         "of the pairs of 4 completions, 3 have the first one"
     )
     assert result.components == {"right": 0.5, "short": 0.5}
+    tokens = [len(text) for each in result.answers for text in each.completions]
+    assert result.completion_tokens_mean == pytest.approx(mean(tokens) + 0.95), "one of 20 is cut before its end token"
+    assert (result.truncated_ratio, result.turns_mean) == (0.05, None)
     assert [each.rewards for each in result.answers[:2]] == [(0.0,) * 4, (1.0, 0.0, 0.0, 0.0)]
     assert all(len(each.completions) == 4 for each in result.answers[:5])
     assert result.answers[5].rewards == ()
@@ -104,18 +108,16 @@ async def test_a_prompt_that_takes_too_long_fails_alone() -> None:
     assert "generator.rollout_timeout_s = 120 s" in (result.answers[2].failure or "")
 
 
-def test_a_component_counts_where_it_is() -> None:
-    assert component_means([{"right": 1.0}, {"right": 0.0, "short": 0.25}, {}]) == {"right": 0.5, "short": 0.25}
-
-
 def test_a_result_of_greedy_completions_in_words() -> None:
     result = SetResult(
         name="heldout", prompts=1, failed=0, samples=1, temperature=0.0, reward_mean=0.25, reward_stderr=None,
-        pass_reward=0.5, pass_at={1: 0.0}, components={}, answers=[],
+        pass_reward=0.5, pass_at={1: 0.0}, components={}, completion_tokens_mean=8, truncated_ratio=1, turns_mean=1.5,
+        answers=[],
     )  # fmt: skip
     assert result_lines(result) == [
         "heldout: reward 0.250 (1 prompts, 1 greedy completion each)",
         "  pass@1 0.000  (a completion passes with a reward of at least 0.5)",
+        "  a completion has 8.0 tokens and 1.50 turns on average; 100 % are cut at their length limit",
     ]
     *_, last = result_lines(msgspec.structs.replace(result, non_greedy_tokens=3))
     assert last.startswith("  not greedy: 3 tokens are not the most probable ones")
@@ -148,7 +150,8 @@ def answered(config: Config, seen: list[Config]) -> list[SetResult]:
     return [
         SetResult(
             name="heldout", prompts=8, failed=0, samples=config.eval.samples, temperature=1.0, reward_mean=0.5,
-            reward_stderr=0.1, pass_reward=1.0, pass_at={1: 0.5}, components={}, answers=[],
+            reward_stderr=0.1, pass_reward=1.0, pass_at={1: 0.5}, components={}, completion_tokens_mean=8,
+            truncated_ratio=0, answers=[],
         )
     ]  # fmt: skip
 

@@ -249,6 +249,7 @@ async def test_held_out_questions_are_answered_by_agents_too() -> None:
         [answer] = await setup.rollouts.answers(
             task, HeldoutSet(prompts=1, samples=1, temperature=1.0, pass_reward=1.0), number=0
         )
-    assert (answer.reward, answer.components) == (3.0, {"turns": 2.0, "length": 1.0})
+    assert (answer.reward, answer.numbers.components) == (3.0, {"turns": 2.0, "length": 1.0})
+    assert (answer.numbers.turns, answer.numbers.truncated) == (2, 0.0)
     assert setup.engine.seeds == [None, None]
     assert answer.non_greedy_tokens == 1 + 2, "those of all turns"

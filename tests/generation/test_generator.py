@@ -21,9 +21,10 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.environments.scores import Score
 from asyncrl.errors import ActorGone, DataError, FailureClass
-from asyncrl.generation.evaluation import evaluate
+from asyncrl.generation.evaluation import Rewards, evaluate
 from asyncrl.generation.generator import throttle_of
 from asyncrl.generation.interfaces import LoadTimes
+from asyncrl.generation.rollout import AnswerNumbers
 from asyncrl.metrics.catalogue import GENERATOR_STATES
 from asyncrl.metrics.vllm_counters import PromptTokens
 from asyncrl.weights.manifest import Manifest
@@ -533,6 +534,10 @@ async def test_a_heldout_question_whose_reward_fails_does_not_spoil_the_others()
         how = pool.config.eval.each_set()["heldout"]
         rewards = await evaluate(TASKS[:3], how=how, rollouts=pool.rollouts["a"], coordinator=coordinator, at_once=2)
         assert [None if isinstance(each, Failure) else each.non_greedy_tokens for each in rewards] == [0, None, 0]
+        assert isinstance(rewards[0], Rewards)
+        assert rewards[0].numbers == AnswerNumbers(
+            components={}, completion_tokens=rewards[0].of_samples[0] + 1, truncated=0.0, turns=None
+        ), "the reward of these tests is the length of the text, which has no end token"
         assert rewards[1] == Failure(
             failure_class=FailureClass.DATA,
             reason="reward_raised",

@@ -12,6 +12,7 @@ from asyncrl.common.version import Version
 from asyncrl.data.prompts import Task
 from asyncrl.errors import ActorUnreachable, CallTimeout, FailureClass, RunError, StallError, WitnessFailed
 from asyncrl.generation.evaluation import Answer, Rewards
+from asyncrl.generation.rollout import AnswerNumbers
 from asyncrl.learner.heldout import EVALUATIONS
 from asyncrl.learner.records import EvalRecord, best_first
 
@@ -223,6 +224,13 @@ async def test_a_last_evaluation_without_a_replica_is_left_out_and_the_weights_a
 SUMS = [Task(question=f"s{index}", prompt=f"s{index}", answer="a") for index in range(9)]
 
 
+def numbers_of(place: int) -> AnswerNumbers:
+    components = {"right": place / 2} | ({"even": 1.0} if place % 2 == 0 else {})
+    return AnswerNumbers(
+        components=components, completion_tokens=10 + place, truncated=float(place == 0), turns=2.0 + place
+    )
+
+
 @pytest.mark.asyncio
 async def test_every_set_is_evaluated_each_time_as_it_says() -> None:
     sets = {"sums": {"environment": {"reward": "math_verify"}, "prompts": 3, "samples": 2, "pass_reward": 0.5}}
@@ -233,7 +241,9 @@ async def test_every_set_is_evaluated_each_time_as_it_says() -> None:
         actor: str, tasks: Sequence[Task], *, name: str, share: float = 1.0
     ) -> tuple[Version | None, list[Answer]]:
         asked.append((name, len(tasks), share))
-        return scene.loaded, [Rewards((0.5, 0.0) if name == "sums" else (0.25,)) for _ in tasks]
+        if name == "sums":
+            return scene.loaded, [Rewards((0.5, 0.0), None, numbers_of(place)) for place, _ in enumerate(tasks)]
+        return scene.loaded, [Rewards((0.25,)) for _ in tasks]
 
     scene.evaluate = evaluate  # type: ignore[method-assign]
     await scene.run()
@@ -247,6 +257,9 @@ async def test_every_set_is_evaluated_each_time_as_it_says() -> None:
     own, sums = scene.log.evals[:2]
     assert (own.reward_mean, own.samples, own.pass_at) == (0.25, 1, {})
     assert (sums.reward_mean, sums.samples, sums.pass_at, sums.prompts) == (0.25, 2, {1: 0.5, 2: 1.0}, 3)
+    assert (sums.reward_components, sums.completion_tokens_mean) == ({"right": 0.5, "even": 1.0}, 11.0)
+    assert (sums.truncated_ratio, sums.turns_mean) == (1 / 3, 3.0)
+    assert own.numbers() == {"mean": 0.25}, "nothing else was measured"
     value = scene.metrics.registry.get_sample_value
     assert [value("asyncrl_learner_heldout_reward_mean", {"set": name}) for name in ("heldout", "sums")] == [0.25] * 2
 

@@ -55,7 +55,7 @@ def test_the_summary_has_exactly_the_promised_keys() -> None:
         "ledger_closed", "rows_outstanding", "weight_updates", "mid_sequence_updates", "parity_max_nats",
         "generator_busy_ratio", "learner_busy_ratio", "generated_tokens", "trained_tokens",
         "ess_ratio_mean", "ess_ratio_lowest", "restarts", "lost_steps", "stop_reason", "heldout_sets",
-        "witnessed_steps", "witness_failures", "notes",
+        "witnessed_steps", "witness_failures", "notes", "heldout_first_step", "heldout_last_step", "heldout_numbers",
     }  # fmt: skip
 
 
@@ -120,9 +120,30 @@ def test_each_held_out_set_has_its_own_ends() -> None:
     ]
     summary = build_summary([step(0)], evals, TOTALS, staleness_limit=2)
     assert (summary.heldout_first, summary.heldout_last) == (0.4, 0.6)
-    assert summary.heldout_sets == {"sums": HeldoutEnds(first=0.1, last=0.9, prompts=8, failed=2)}
+    assert summary.heldout_sets == {
+        "sums": HeldoutEnds(first=0.1, last=0.9, first_step=0, last_step=2, prompts=8, failed=2)
+    }
+    assert summary.heldout_ends() == {
+        "heldout": HeldoutEnds(first=0.4, last=0.6, first_step=0, last_step=2, prompts=8, failed=2),
+        **summary.heldout_sets,
+    }
     first = build_summary([step(0)], evals[:2], TOTALS, staleness_limit=2)
-    assert first.heldout_sets == {"sums": HeldoutEnds(first=0.1, last=None, prompts=8)}
+    assert first.heldout_sets == {"sums": HeldoutEnds(first=0.1, first_step=0, prompts=8)}
+
+
+def test_the_numbers_of_the_newest_evaluation_are_in_the_summary_with_its_step() -> None:
+    measured = {"completion_tokens_mean": 20.5, "truncated_ratio": 0.25, "turns_mean": 2.0, "pass_at": {2: 0.75}}
+    old, new = (
+        EvalRecord(version=version, wall_s=9, prompts=8, reward_mean=0.5, **numbers)
+        for version, numbers in ((0, {}), (4, measured | {"reward_components": {"right": 0.5}}))
+    )
+    numbers = {"pass_at_2": 0.75, "component_right": 0.5, "completion_tokens_mean": 20.5, "truncated_ratio": 0.25}
+    numbers |= {"turns_mean": 2.0}
+    assert new.numbers() == {"mean": 0.5, **numbers}
+    summary = build_summary([step(0)], [old, new], TOTALS, staleness_limit=2)
+    assert (summary.heldout_numbers, summary.heldout_first_step, summary.heldout_last_step) == (numbers, 0, 4)
+    [only] = build_summary([step(0)], [new], TOTALS, staleness_limit=2).heldout_ends().values()
+    assert (only.numbers, only.newest_step, only.last) == (numbers, 4, None)
 
 
 def test_a_run_of_one_step_counts_from_the_start() -> None:

@@ -118,7 +118,10 @@ def test_each_run_is_drawn_at_its_own_steps_and_times(two: tuple[Path, Path]) ->
 
 def test_each_held_out_set_has_its_own_curve_and_its_own_total(two: tuple[Path, Path]) -> None:
     runs = read(*two)
-    hard = [EvalRecord(name="hard", version=n, wall_s=20 + n, prompts=4, reward_mean=n / 4) for n in range(3)]
+    hard = [
+        EvalRecord(name="hard", version=n, wall_s=20 + n, prompts=4, reward_mean=n / 4, pass_at={2: n / 2})
+        for n in range(3)
+    ]
     [long] = runs[1].runs
     records = dataclasses.replace(long.records, evals=hard)
     summary = msgspec.structs.replace(long.summary, heldout_sets=heldout_ends(hard))
@@ -128,14 +131,17 @@ def test_each_held_out_set_has_its_own_curve_and_its_own_total(two: tuple[Path, 
     [line] = figures["Held-out reward: hard"]["series"]
     assert (line["name"], line["xs"], line["ys"]) == ("long", [0, 1, 2], [0, 0.25, 0.5])
     rows = {row.name: list(row.values) for row in totals(all_runs(runs))}
-    assert rows["held-out reward: hard"] == ["–", "0.00 → 0.50"]
+    assert rows["held-out reward: hard"] == ["–", "0.000 (step 0) → 0.500 (step 2)"]
+    assert rows["held-out pass@2: hard"] == ["–", "1 (step 2)"]
+    head, group_rows = group_table(runs)
+    assert dict(zip(head[1:], group_rows[1].values, strict=True))["held-out pass@2: hard, last"] == "1"
 
 
 def test_totals_are_those_of_the_runs_and_rows_without_news_are_left_out(two: tuple[Path, Path]) -> None:
     rows = {row.name: list(row.values) for row in totals(all_runs(read(*two)))}
     assert rows["state"] == ["failed", "finished"]
     assert rows["steps"] == ["4", "8"]
-    assert rows["held-out reward"] == ["0.25 at the start", "–"]
+    assert rows["held-out reward"] == ["0.250 (step 0)", "–"]
     assert rows["oldest trained token, versions"] == ["1 of 2", "3 of 3"]
     assert rows["effective sample size, mean"] == ["0.95", "0.95"]
     assert "restarts" not in rows

@@ -23,7 +23,7 @@ from asyncrl.learner.records import EvalRecord, Resumption, state_shares
 from asyncrl.views import report_staleness
 from asyncrl.views.charts import Series
 from asyncrl.views.report import read_run, report_html, write_report
-from asyncrl.views.report_panels import bins_of, restart_marks, smooth, windows_of
+from asyncrl.views.report_panels import bins_of, evaluations, restart_marks, smooth, windows_of
 
 pytestmark = pytest.mark.slow
 
@@ -59,8 +59,26 @@ def test_every_held_out_set_has_its_own_dots_and_its_own_tile(tmp_path: Path) ->
     assert dots[0] == dots[1] + 2, "two evaluations of each set are two dots"
     words = " ".join(Page(page).text.split())
     assert "held out: sums" in words
-    assert "Held-out reward 0.25 → 0.50" in words
-    assert "Held-out reward: sums 0.12 → 0.75" in words
+    assert "Held-out reward 0.25 → 0.50 on untrained questions, at steps 0 and 9" in words
+    assert "Held-out reward: sums 0.12 → 0.75 on the set of this name, at steps 0 and 9" in words
+
+
+def test_the_table_of_evaluations_has_the_first_and_the_last_ones_with_their_numbers() -> None:
+    assert evaluations([]) is None
+    evals = [
+        EvalRecord(
+            version=step, wall_s=9, prompts=7, failed=1, reward_mean=None if step == 20 else 0.5, reward_stderr=0.01,
+            truncated_ratio=0.25, reward_components={"right": step / 100} if step == 19 else {},
+        )
+        for step in range(21)
+    ]  # fmt: skip
+    head, rows = evaluations(evals) or ([], [])
+    assert head == ["set", "step", "prompts", "reward", "share of truncated completions", "component right"]
+    assert [row[1] for row in rows] == ["0", *map(str, range(12, 21))]
+    assert rows[-2:] == [
+        ["heldout", "19", "7 of 8", "0.5 ± 0.01", "0.25", "0.19"],
+        ["heldout", "20", "7 of 8", "–", "0.25", "–"],
+    ]
 
 
 @pytest.mark.parametrize("finish", [True, False])

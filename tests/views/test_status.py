@@ -166,14 +166,16 @@ def test_shares_of_the_generators_are_over_all_replicas() -> None:
 
 def test_the_rewards_of_each_held_out_set_are_shown() -> None:
     evals = [
-        EvalRecord(name=name, version=version, wall_s=1, prompts=8, reward_mean=reward)
+        EvalRecord(name=name, version=version, wall_s=1, prompts=8, reward_mean=reward, pass_at={4: version / 8})
         for name, version, reward in (
             ("heldout", 0, 0.25), ("sums", 0, 0.5), ("heldout", 2, 0.5), ("heldout", 4, 0.75), ("heldout", 6, None),
         )
     ]  # fmt: skip
     lines = status_lines(make_status(), evals=evals)
     assert "held-out reward: 0.250 (step 0) → 0.750 (step 4)" in lines
+    assert "held out at step 4: pass@4 0.5" in lines
     assert "held-out reward of sums: 0.500 (step 0)" in lines
+    assert "held out at step 0: pass@4 0 (sums)" in lines
     found = msgspec.json.decode(status_json(make_status(), evals=evals))["heldout"]
     assert (found["sums"]["first"], found["heldout"]["first"]) == (0.5, 0.25)
     assert not any("held-out" in line for line in status_lines(make_status()))
