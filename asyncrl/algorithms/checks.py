@@ -85,7 +85,24 @@ def check_algorithm(config: Config) -> list[str]:
     return warnings
 
 
+def uncorrected_in_words(config: Config) -> str | None:
+    """Returns a sentence without its full stop if the run trains the uncorrected stale baseline: an objective without
+    off-policy correction on samples of older weights (`algorithm.uncorrected`). Returns None for other runs."""
+    algorithm, limit = config.algorithm, config.staleness.max_versions
+    if not (algorithm.uncorrected and limit) or is_own_loss(algorithm):
+        return None
+    if is_corrected(resolve_objective(algorithm.loss, algorithm.overrides)):
+        return None
+    return (
+        f"Uncorrected stale baseline (algorithm.uncorrected = true): algorithm.loss = {algorithm.loss} has no "
+        f"off-policy correction, and staleness.max_versions = {limit} allows samples of older weights, so the "
+        "gradient is biased"
+    )
+
+
 def _uncorrected(config: Config, objective: Objective) -> Iterator[str]:
+    if config.algorithm.uncorrected:
+        return
     overridden = " with algorithm.overrides" if config.algorithm.overrides else ""
     nearest = nearest_corrected(objective, with_critic=config.critic is not None)[:3]
     if config.staleness.max_versions > 0 and not is_corrected(objective):
@@ -94,7 +111,8 @@ def _uncorrected(config: Config, objective: Objective) -> Iterator[str]:
             f"staleness.max_versions = {config.staleness.max_versions} allows training on samples of older weights, so "
             f"the gradient would be biased. Set staleness.max_versions=0, or choose a preset with a correction: the "
             f"nearest are {', '.join(nearest)}, the default is {AlgorithmSection().loss} (`asyncrl losses` lists all). "
-            "If you write the axes yourself, add `weight: {p: proximal, q: behaviour}` or `anchor: behaviour`"
+            "If you write the axes yourself, add `weight: {p: proximal, q: behaviour}` or `anchor: behaviour`. For the "
+            "biased gradient as a baseline, set algorithm.uncorrected=true"
         )
 
 
@@ -265,6 +283,8 @@ def _unknown(config: Config) -> Iterator[str]:
 
 
 def _warnings(config: Config, objective: Objective) -> Iterator[str]:
+    if (uncorrected := uncorrected_in_words(config)) is not None:
+        yield uncorrected
     # warns only if the user chose the objective: the default has an inert clip too, and no user asked for it
     chosen = bool(config.algorithm.model_fields_set & {"loss", "overrides"})
     inert = inert_in_one_update(objective) if chosen and config.learner.updates_per_step == 1 else []

@@ -201,8 +201,11 @@ def print_outcome(summary: "Summary | None", run_dir: Path, *, config: Config, a
         say("the run ended before a step was trained", err=True)
         return
     from asyncrl.views.outcome import best_line, lines_to_go_on, totals_lines, weights_lines
+    from asyncrl.views.setting import setting_at
 
     say("\n".join(totals_lines(summary, total_steps=config.learner.total_steps)))
+    if (uncorrected := setting_at(run_dir).uncorrected) is not None:
+        say(f"{uncorrected}.", label="note:", color="yellow")
     print_notes(run_dir)
     say(f"report: {run_dir / 'report.html'}")
     if (weights := newest_weights(run_dir)) is not None:

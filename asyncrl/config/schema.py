@@ -668,6 +668,10 @@ class AlgorithmSection(Section):
     `reinforce_pp_baseline`, `gae` and `vtrace` can put a KL to the reference inside the reward. The first two also have
     a discount: `{name: reinforce_pp, kl: {beta: 0.01, kind: k1}, gamma: 1.0}`. Unset: the estimator that the preset
     was published with, else `group_norm`."""
+    uncorrected: bool = False
+    """Allow an objective without off-policy correction with `staleness.max_versions` above 0, as the uncorrected stale
+    baseline. Its gradient is biased. The start of the run, its last lines and its report say so. Without effect on
+    objectives with a correction."""
     zero_variance: Literal["keep", "mask", "resample"] = "keep"
     """Groups whose rewards are all equal. The compared rewards are those that the estimator compares: after the
     penalties of `overlong` and `gr3`, and each component with `gdpo`. `mask` and `resample` are refused with estimators

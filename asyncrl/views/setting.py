@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from asyncrl.algorithms.baselines import GROUP_BASELINES, Outcome, resolve_advantage
+from asyncrl.algorithms.checks import uncorrected_in_words
 from asyncrl.algorithms.presets import advantage_of
 from asyncrl.config.parts import part_configs
 from asyncrl.config.schema import Config, ScoringSection
@@ -37,6 +38,7 @@ class Setting:
       several turns. An agent of the user's own may need one turn only.
     - `reward_weights` are the weights of `environment.rewards` by name, in a mixture those of all parts.
     - `dtype` is `model.dtype`; None if unknown.
+    - `uncorrected` says that the run is an uncorrected stale baseline (`algorithm.uncorrected`); None for other runs.
 
     The defaults are for a run whose configuration is not known: a group baseline, on an unknown machine.
     """
@@ -52,6 +54,7 @@ class Setting:
     several_turns: bool = False
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     dtype: str | None = None
+    uncorrected: str | None = None
 
 
 def setting_of(config: Config, *, cores: int | None, hidden_tags: tuple[str, ...] = ()) -> Setting:
@@ -72,6 +75,7 @@ def setting_of(config: Config, *, cores: int | None, hidden_tags: tuple[str, ...
         several_turns=all(_has_several_turns(part) for part in played),
         reward_weights={term.name: term.weight for section in played for term in section.rewards},
         dtype=config.model.dtype,
+        uncorrected=uncorrected_in_words(config),
     )
 
 

@@ -33,6 +33,20 @@ def test_an_uncorrected_loss_is_refused_unless_synchronous() -> None:
     warnings("algorithm.loss=dapo", "algorithm.overrides={weight: {hi: 2}}")
 
 
+def test_the_uncorrected_stale_baseline_is_allowed_by_its_key_and_named() -> None:
+    def baselines(*overrides: str) -> list[str]:
+        return [line for line in warnings("algorithm.uncorrected=true", *overrides) if "stale baseline" in line]
+
+    assert baselines("algorithm.loss=dapo") == [
+        "Uncorrected stale baseline (algorithm.uncorrected = true): algorithm.loss = dapo has no off-policy "
+        "correction, and staleness.max_versions = 2 allows samples of older weights, so the gradient is biased"
+    ]
+    assert "set algorithm.uncorrected=true" in violations("algorithm.loss=dapo")[0]
+    assert baselines("algorithm.loss=dapo", "staleness.max_versions=0") == []
+    assert baselines() == [], "the default objective is corrected"
+    assert baselines("algorithm.loss=tasks:loss") == [], "an own loss may correct"
+
+
 @pytest.mark.parametrize("loss", [name for name, preset in PRESETS.items() if not is_corrected(preset.objective)])
 @pytest.mark.fault("F28")
 def test_an_uncorrected_loss_is_answered_with_presets_that_run_as_they_are(loss: str) -> None:

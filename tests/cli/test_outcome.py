@@ -10,9 +10,11 @@ from written_runs import write_run
 
 from asyncrl.cli.options import print_outcome
 from asyncrl.complete_directory import COMPLETE
+from asyncrl.config.load import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.learner.records import EvalRecord, Summary, build_summary
 from asyncrl.views.outcome import dropped_in_words, totals_lines
+from asyncrl.views.report import read_run, report_html
 
 
 def summary(**totals: Any) -> Summary:
@@ -58,6 +60,19 @@ def test_held_out_prompts_that_got_no_reward_are_counted(tmp_path: Path, capsys:
     run = write_run(tmp_path, [make_step(0)])
     print_outcome(build_summary([make_step(0)], evals, TOTALS, staleness_limit=2), run, config=Config(), again=["up"])
     assert "held-out reward 0.250 (step 0) → 0.500 (step 1), 15 of 16 prompts\n" in capsys.readouterr().out
+
+
+def test_an_uncorrected_stale_baseline_is_named_in_the_last_lines_and_in_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, words = write_run(tmp_path, [make_step(0)]), "Uncorrected stale baseline (algorithm.uncorrected = true)"
+    plain = Config.model_validate({"algorithm": {"loss": "dapo"}, "run": {"name": "quick", "dir": str(tmp_path)}})
+    for uncorrected in (False, True):
+        algorithm = plain.algorithm.model_copy(update={"uncorrected": uncorrected})
+        (run / "config.yaml").write_text(dump_config(plain.model_copy(update={"algorithm": algorithm})))
+        print_outcome(summary(), run, config=plain, again=["up"])
+        assert (f"note: {words}: algorithm.loss = dapo" in capsys.readouterr().out) is uncorrected
+        assert (words in report_html(read_run(run))) is uncorrected
 
 
 def test_a_run_that_was_stopped_names_the_step_of_its_last_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
