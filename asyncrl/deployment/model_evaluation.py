@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 LOADED = Version(1, 0)
 """Version under which the engine records the evaluated weights. There is no run, so no learner has numbered them."""
 
+ANSWERS_SHOWN = 3
+"""Prompts whose answers are printed when all rewards of a set are 0."""
+TEXT_SHOWN = 400
+"""Characters of a printed prompt or answer. A longer one is printed with its beginning and its end."""
+
 
 class AnsweredPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """A held-out prompt with its completions, their rewards, and the components of the rewards. If its rollout failed,
@@ -190,6 +195,24 @@ async def evaluate_set(name: str, tasks: Sequence[Task], *, rollouts: Rollouts, 
     )
 
 
+def _answers_without_reward(result: SetResult) -> list[str]:
+    """Returns lines with the first answers of a set whose rewards are all 0, because their text often shows why: the
+    reward looks for something else, or the model does not know what to answer. Returns none for other sets."""
+    answered = [each for each in result.answers if each.rewards]
+    if not answered or any(reward for each in answered for reward in each.rewards):
+        return []
+    lines = ["  all rewards are 0; compare the first answers with what the reward looks for:"]
+    for each in answered[:ANSWERS_SHOWN]:
+        lines.append(f"    prompt: {_short(each.prompt)}")
+        lines.append(f"      answer of the data: {_short(each.answer)}")
+        lines.append(f"      the model's answer: {_short(each.completions[0])}")
+    return lines
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= TEXT_SHOWN else f"{text[: TEXT_SHOWN // 2]} … {text[-TEXT_SHOWN // 2 :]}")
+
+
 def samples_in_words(samples: int) -> str:
     """Returns the number of completions of a prompt in words."""
     return "1 greedy completion" if samples == 1 else f"{samples} completions"
@@ -228,7 +251,7 @@ def result_lines(result: SetResult) -> list[str]:
             f"  not greedy: {result.non_greedy_tokens} tokens are not the most probable ones. It is a bug of asyncrl "
             "or of vLLM: report it"
         )
-    return lines
+    return lines + _answers_without_reward(result)
 
 
 def _answered(task: Task, found: list[HeldoutAnswer] | Failure) -> AnsweredPrompt:

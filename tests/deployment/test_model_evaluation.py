@@ -16,7 +16,7 @@ from asyncrl.cli.main import app
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
 from asyncrl.deployment import model_evaluation
-from asyncrl.deployment.model_evaluation import SetResult, evaluate_set, result_lines
+from asyncrl.deployment.model_evaluation import AnsweredPrompt, SetResult, evaluate_set, result_lines
 from asyncrl.environments.scores import Score
 from asyncrl.environments.scoring_messages import Components
 from asyncrl.errors import DataError, RunError
@@ -121,6 +121,22 @@ def test_a_result_of_greedy_completions_in_words() -> None:
     ]
     *_, last = result_lines(msgspec.structs.replace(result, non_greedy_tokens=3))
     assert last.startswith("  not greedy: 3 tokens are not the most probable ones")
+
+
+@pytest.mark.asyncio
+async def test_three_answers_are_printed_if_all_rewards_are_0_and_none_otherwise() -> None:
+    result, _ = await evaluated(TASKS[:1])
+    long = AnsweredPrompt(prompt="p" * 900, answer="a", completions=("first\n", "second"), rewards=(0.0, 0.0))
+    failed = AnsweredPrompt(prompt="f", answer="a", failure="it failed")
+    dead = msgspec.structs.replace(result, answers=[failed, *[long] * 5])
+    start, *shown = result_lines(dead)[-10:]
+    assert start == "  all rewards are 0; compare the first answers with what the reward looks for:"
+    assert shown[:3] == shown[3:6] == shown[6:]
+    assert shown[0] == f"    prompt: '{'p' * 200} … {'p' * 200}'"
+    assert shown[1:3] == ["      answer of the data: 'a'", "      the model's answer: 'first\\n'"]
+    right = msgspec.structs.replace(long, rewards=(0.0, 0.5))
+    for answers in ([long, right], [failed], []):
+        assert "rewards are 0" not in "".join(result_lines(msgspec.structs.replace(result, answers=answers)))
 
 
 @pytest.mark.asyncio
