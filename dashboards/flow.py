@@ -346,6 +346,22 @@ ROWS = {
             unit="none",
             span=6,
         ),
+        lines(
+            "Mirror",
+            "Time since run.mirror last had everything that was finished. It grows while a checkpoint is sent, and "
+            "while the storage fails. Empty without a mirror.",
+            Query(f"time() - {now('asyncrl_mirror_last_success_timestamp_seconds', RUN)}", "behind"),
+            unit="s",
+            span=12,
+        ),
+        lines(
+            "Failures of the mirror",
+            "Failed tries to send something to run.mirror so far. Training goes on; the learner's log has the first "
+            "error of each row.",
+            Query(now("asyncrl_mirror_failures_total", RUN), "failures"),
+            unit="none",
+            span=12,
+        ),
     ],
     "Weights": [
         lines(

@@ -14,7 +14,7 @@ A save that ends early leaves `step-140.tmp`, which is never read. Everything in
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import msgspec
@@ -23,6 +23,7 @@ import xxhash
 from asyncrl import complete_directory
 from asyncrl.atomic_write import write_atomically
 from asyncrl.common.version import Lineage, Version
+from asyncrl.config.schema import CheckpointSection
 from asyncrl.errors import CheckpointDamaged, CheckpointError
 from asyncrl.run_files import UNREADABLE, names, opened, read, sizes_below
 
@@ -147,6 +148,17 @@ def newest(checkpoints: Path, *, lineage: Lineage | None = None) -> tuple[Path, 
 def complete_steps(checkpoints: Path) -> list[int]:
     """Returns the steps of the complete checkpoints, in order. Their files are not compared with their manifests."""
     return sorted(step for step, path in folders(checkpoints).items() if (path / complete_directory.COMPLETE).exists())
+
+
+def kept_steps(keep: CheckpointSection, steps: Collection[int], *, best: Collection[int]) -> set[int]:
+    """Returns the steps whose checkpoints stay, of those with a complete checkpoint: the newest `checkpoint.keep`, the
+    multiples of `checkpoint.keep_every`, and `best`.
+
+    >>> sorted(kept_steps(CheckpointSection(keep=2, keep_every=100), [50, 100, 150, 160, 170], best=[50]))
+    [50, 100, 160, 170]
+    """
+    spaced = [step for step in steps if keep.keep_every and step % keep.keep_every == 0]
+    return {*sorted(steps)[-keep.keep :], *spaced, *best}
 
 
 def put_back(checkpoints: Path) -> None:

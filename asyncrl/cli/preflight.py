@@ -39,6 +39,7 @@ from asyncrl.data.rows import FIRST_ROWS
 from asyncrl.demo.directory import is_tiny, why_not_built
 from asyncrl.deployment.known_runs import has_checkpoint
 from asyncrl.deployment.local_clusters import use_ray_token
+from asyncrl.deployment.mirror import url_problem
 from asyncrl.deployment.temporary_folders import temporary_folder_problems
 from asyncrl.environments.reasoning_gym_tasks import task_names
 from asyncrl.environments.secrets import hide_secrets
@@ -199,7 +200,8 @@ def check_presence(
     missing = [*model, *_modules(config, roles), *_trackers(config, roles)]
     for name, part in all_configs(config).items():
         missing += _of_part(part, roles, prefix=key_of(name))
-    missing += _run_directory(config) if Role.LEARNER in roles else []
+    if Role.LEARNER in roles:
+        missing += [*_run_directory(config), *_mirror(config)]
     # GPUs and cores of this machine matter only for a Ray that `asyncrl up` starts. Other clusters may have other
     # nodes.
     here = len(roles) == len(Role) and config.ray.address is None
@@ -283,6 +285,11 @@ def _run_directory(config: Config) -> Iterator[str]:
             f"run.dir = {config.run.dir}: the run's directory {path} cannot be written ({existing}: {error.strerror}); "
             "set run.dir to a folder in which you can create files"
         )
+
+
+def _mirror(config: Config) -> Iterator[str]:
+    if config.run.mirror is not None and (problem := url_problem(config.run.mirror)):
+        yield f"run.mirror = {problem}"
 
 
 def _inside_run(config: Config) -> list[str]:

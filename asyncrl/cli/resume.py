@@ -4,13 +4,16 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from asyncrl.cli.options import AllowPublic, Overrides, RunningRun, Trust, again, at_option
+import typer
+
+from asyncrl.cli.options import AllowPublic, Overrides, Trust, again, at_option
 from asyncrl.cli.preflight import prepared
 from asyncrl.cli.restarts import begun_before
 from asyncrl.cli.start import run_in_terminal
 from asyncrl.config.load import load_config
 from asyncrl.config.named_code import untrusted
 from asyncrl.config.schema import Config
+from asyncrl.deployment.fetching import fetched, is_url
 from asyncrl.deployment.known_runs import existing_run, own_address
 from asyncrl.deployment.resuming import chosen_checkpoint, step_of
 from asyncrl.errors import ConfigError, RunError
@@ -22,8 +25,14 @@ At = Annotated[
 ]
 
 
+Run = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="Name of a run, such as quickstart, its directory, or the URL of its mirror."),
+]
+
+
 def resume(
-    run: RunningRun, overrides: Overrides, at: At = None, allow_public: AllowPublic = False, trust: Trust = False
+    run: Run, overrides: Overrides, at: At = None, allow_public: AllowPublic = False, trust: Trust = False
 ) -> None:
     """Continue a run from one of its checkpoints. It does what `asyncrl up` does, with the run's saved configuration.
 
@@ -34,21 +43,29 @@ def resume(
     A run that uses your own code, such as a reward, programs, such as MCP servers, or secrets, such as the key of a
     judge, needs --trust: the directory may come from elsewhere.
 
+    With the URL of a mirror (run.mirror), the records and the newest checkpoint of the run are first fetched into
+    runs/NAME, or into the folder NAME of another run.dir. The run is mirrored there again.
+
     \b
       asyncrl resume quickstart                           from its newest checkpoint
       asyncrl resume quickstart --at step-100             from step 100; later steps are trained again
       asyncrl resume quickstart --at step-100 learner.optimizer.learning_rate=1e-6
       asyncrl resume quickstart learner.total_steps=400   train a finished run further
+      asyncrl resume s3://bucket/quickstart               on a machine that has nothing of the run
     """
     step = None if at is None else step_of(at)
-    directory = existing_run(run)
+    mirror = run if is_url(run) else None
+    directory = existing_run(Path(run)) if mirror is None else fetched(mirror, overrides, step=step)
     directory = directory if directory.name else directory.resolve()
     saved = saved_config(directory)
     check_recorded(directory, saved)
     # The directory may have been moved since the run wrote its configuration.
-    here = {"run": {"dir": str(directory.parent), "name": directory.name}}
+    here = {"run.dir": str(directory.parent), "run.name": directory.name}
     if not trust:
-        check_trusted(directory, load_config([saved, here], overrides))
+        # the user has named the mirror; a mirror that only the configuration names may be of another person
+        of_user = {} if mirror is None else {"run.mirror": None}
+        check_trusted(directory, load_config([saved, {**here, **of_user}], overrides))
+    here |= {} if mirror is None else {"run.mirror": mirror}
     config, prompts = prepared([saved, here], overrides, allow_public=allow_public)
     if config.run.dir / config.run.name != directory:
         raise ConfigError(

@@ -27,6 +27,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ from asyncrl.config.schema import Config
 from asyncrl.deployment.inputs import Inputs, Prompts
 from asyncrl.deployment.known_runs import has_checkpoint, may_have_died
 from asyncrl.deployment.launch import asked_to_end, ended_at_once, log_to, run_until_done
+from asyncrl.deployment.mirror import Mirror, Store
 from asyncrl.deployment.resuming import Choice, Resumed, no_checkpoint, rate_changes, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen, StartLog
@@ -70,6 +72,9 @@ if TYPE_CHECKING:
     from asyncrl.deployment.pool import GeneratorDeployment
 
 logger = logging.getLogger(__name__)
+
+LEAST_AT_END_S = 2.0
+"""Shortest time for the last pass of the mirror of a run that SIGTERM ended and whose grace is over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,12 +246,41 @@ def reported_run(config: Config, *, role: str, choose: Choice = unfinished_run) 
     another process holds the directory.
     """
     with contextlib.ExitStack() as after, RunDir.create(config, choose=choose) as run_dir:
-        # After the directory is closed, the report is written first, because it needs the end in run.json. The log is
-        # closed last, because it gets an error of the report.
+        # After the directory is closed, the report is written first, because it needs the end in run.json. Then the
+        # mirror gets it. The log is closed last, because it gets the errors of both.
         after.enter_context(log_to(run_dir.log_path(role, 0)))
+        after.enter_context(mirrored(config, run_dir))
         after.callback(_write_report, run_dir.path)
         restarts.mark_begun()
         yield run_dir
+
+
+@contextlib.contextmanager
+def mirrored(config: Config, run_dir: RunDir) -> Iterator[None]:
+    """Copies the directory to `run.mirror` within the block, and then waits until everything is sent.
+
+    Waits `run.shutdown_grace_s` at most, and after SIGTERM only for what is left of it. The directory stays locked
+    meanwhile. Raises ConfigError if another run is mirrored there.
+    """
+    if config.run.mirror is None:
+        yield
+        return
+    with run_dir.lock_longer():
+        run_dir.mirror = mirror = Mirror(
+            Store(config.run.mirror),
+            run_dir.path,
+            nonce=run_dir.nonce,
+            lineage=run_dir.lineage,
+            keep=config.checkpoint,
+        )
+        mirror.start()
+        try:
+            yield
+        finally:
+            within_s = config.run.shutdown_grace_s
+            if run_dir.end is RunState.PREEMPTED:
+                within_s = max(LEAST_AT_END_S, run_dir.asked_s + within_s - time.monotonic())
+            mirror.finish(within_s=within_s)
 
 
 def _write_report(path: Path) -> None:

@@ -20,10 +20,13 @@ _CODE_OF_ENGINE = re.compile(r"\w\.[^\W\d]|/")
 
 def named_code(config: Config, *, section: str = "") -> dict[str, str]:
     """Returns the import paths, the programs, the servers and the secrets that the configuration names, by dotted key.
-    `section` limits them to one section."""
+    One of the servers is the storage of `run.mirror`, which gets the whole run. `section` limits them to one
+    section."""
     tree = config.model_dump(mode="json")
     sections = [section] if section else _SECTIONS
     found = {key: value for name in sections for key, value in _of(tree[name], key=name)}
+    if not section and config.run.mirror is not None:
+        found["run.mirror"] = config.run.mirror
     of_engine = {} if section else dict(_texts(config.generator.engine_args, key="generator.engine_args"))
     return found | {key: value for key, value in of_engine.items() if _CODE_OF_ENGINE.search(value)}
 

@@ -6,6 +6,7 @@ that involve several fields are in `rules.py`.
 """
 
 import functools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,10 +56,17 @@ def no_url(advice: str) -> BeforeValidator:
 
     def checked(value: object) -> object:
         if isinstance(value, str) and "://" in value:
-            raise PydanticCustomError("url", f"is a URL, and asyncrl reads and writes files only; {advice}")
+            raise PydanticCustomError("url", f"is a URL, and only a path works here; {advice}")
         return value
 
     return BeforeValidator(checked)
+
+
+def is_url(value: str | None) -> str | None:
+    """Refuses a text that is not a URL of one storage."""
+    if value is not None and ("::" in value or not re.fullmatch(r"[a-z0-9+.-]+://\S+", value)):
+        raise PydanticCustomError("url", "is not the URL of a folder; write e.g. s3://bucket/quickstart")
+    return value
 
 
 OnDeadline = Literal["wait", "requeue", "drop", "mask"]
@@ -111,11 +119,16 @@ class RunSection(Section):
     dir: Annotated[
         Path,
         Field(validate_default=False),
-        no_url("name a folder, and copy the run's directory to its storage after the run, or mount the storage"),
+        no_url("name a folder, and set run.mirror to the URL: the run is copied there"),
         AfterValidator(Path.expanduser),
         PER_DEPLOYMENT,
     ] = Path("runs")
     """Folder in which the run's directory is created. Only the learner writes there."""
+    mirror: Annotated[str | None, AfterValidator(is_url), PER_DEPLOYMENT] = None
+    """URL of a folder, such as `s3://bucket/quickstart`, to which the learner copies the run's directory while it
+    trains: records every minute, checkpoints when they are complete, and the report at the end. `asyncrl resume URL`
+    continues the run on a machine that has nothing of it. A folder for each run. The URL is one of fsspec, whose
+    packages also find the keys of the storage (`AWS_ACCESS_KEY_ID`). Unset: no mirror."""
     shared: Annotated[bool, PER_DEPLOYMENT] = False
     """Let other users of the machine read the run's directory (mode 0755). Otherwise only you can (mode 0700): it has
     prompts, completions and checkpoints."""

@@ -188,6 +188,8 @@ class LearnerDeployment:
             resumed_unix_s=restarts[-1].unix_time_s if restarts else None,
         )
         metrics.states_from(self._states.seconds)
+        if self._run_dir.mirror is not None:
+            self._run_dir.mirror.report_to(metrics)
         return metrics
 
     def _restored(self) -> Restored | None:

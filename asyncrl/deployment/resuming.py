@@ -182,7 +182,7 @@ def step_of(name: str) -> int:
 
 def begin_incarnation(directory: Path, resumed: Resumed) -> Lineage:
     """Begins the next incarnation of the run in `directory`. Returns its lineage, which it writes to `lineage.json`."""
-    lineage = (_known_lineage(directory) or resumed.manifest.lineage).child(resumed.manifest.version)
+    lineage = (known_lineage(directory) or resumed.manifest.lineage).child(resumed.manifest.version)
     # This is written first. If the process is killed afterwards, the next start uses another number for its
     # incarnation, and ignores the checkpoints of later steps.
     write_atomically(directory / LINEAGE, msgspec.json.encode(lineage))
@@ -215,7 +215,7 @@ def last_set_aside(folder: Path) -> int:
     return max((int(number) for number in found if number.isdecimal()), default=0)
 
 
-def _known_lineage(directory: Path) -> Lineage | None:
+def known_lineage(directory: Path) -> Lineage | None:
     """Returns the incarnations of the run; None if it was never resumed."""
     path = directory / LINEAGE
     try:
@@ -232,7 +232,7 @@ def _newest(directory: Path) -> tuple[Path, RunManifest] | None:
     A start that went back to an earlier checkpoint may have been killed before it had set the later ones aside. These
     later checkpoints do not count.
     """
-    return newest(directory / CHECKPOINTS, lineage=_known_lineage(directory))
+    return newest(directory / CHECKPOINTS, lineage=known_lineage(directory))
 
 
 def found_checkpoint(directory: Path, step: int | None) -> tuple[Path, RunManifest]:

@@ -32,6 +32,7 @@ import socket
 import stat
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -49,6 +50,7 @@ from asyncrl.common.roles import RunState
 from asyncrl.common.version import Lineage
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import Config
+from asyncrl.deployment.mirror import Mirror
 from asyncrl.deployment.resuming import SAMPLES, Choice, Resumed, begin_incarnation, lost_folder, unfinished_run
 from asyncrl.errors import CheckpointError, ConfigError, FileRefused, RunLocked
 from asyncrl.generation.shared_memory import boot_id
@@ -195,6 +197,10 @@ class RunDir(RecordSink):
         self._end: tuple[State, str] = ("finished", "done")
         self.asked = False
         """Whether the run was asked to end."""
+        self.asked_s = 0.0
+        """Time of the request to end, on the monotonic clock; 0 before one."""
+        self.mirror: Mirror | None = None
+        """Copies the directory to `run.mirror`; None without one."""
         self._asked_by, self._from_outside = "a signal", False
         self.steps_written = 0
 
@@ -253,6 +259,10 @@ class RunDir(RecordSink):
         """Whether `close` was called, so that run.json records how the run ended."""
         return self._lock.closed
 
+    def lock_longer(self) -> BinaryIO:
+        """Returns a file that keeps the directory locked until it is closed, also after `close`."""
+        return os.fdopen(os.dup(self._lock.fileno()), "rb")
+
     def log_path(self, role: str, number: int) -> Path:
         """Returns the path of the log of process `number` of a role."""
         return self.path / "logs" / f"{role}-{number}.log"
@@ -298,6 +308,7 @@ class RunDir(RecordSink):
         The run is closing then. If something kills it before it has closed, run.json still has the reason of the end.
         """
         self.asked, self._asked_by, self._from_outside = True, by, from_outside
+        self.asked_s = time.monotonic()
         self._note("the request to end", exit_reason=f"asked to end by {by}")
 
     def append_step(self, record: StepRecord) -> None:

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +166,12 @@ class Training:
             metrics=self.metrics,
             started_s=started_s,
         )
+        mirror = self.run_dir.mirror
+
+        def stay(steps: Sequence[int]) -> set[int]:
+            best = self.log.best_steps(steps, running=lambda: heldout.running_step)
+            return best if mirror is None else best | mirror.reading
+
         self.checkpoints = Checkpoints(
             config.checkpoint,
             folder=self.run_dir.checkpoints,
@@ -174,7 +179,7 @@ class Training:
             sync_records=self.run_dir.sync,
             metrics=self.metrics,
             restored_step=resumed.step if resumed else 0,
-            best=partial(self.log.best_steps, running=lambda: heldout.running_step),
+            best=stay,
         )
         incarnation = handles.lineage.incarnation
         stages = Stages(config=config, policy=policy, critic=parts.critic, states=self.states)

@@ -25,7 +25,7 @@ from safetensors.torch import load, save
 
 from asyncrl.atomic_write import write_atomically
 from asyncrl.buffer.records import Lease
-from asyncrl.checkpoints.directory import HF, folder_of
+from asyncrl.checkpoints.directory import HF, folder_of, kept_steps
 from asyncrl.checkpoints.run import RunParts
 from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE, discard, unfinished
@@ -227,9 +227,7 @@ class Checkpoints:
         with self._warning():
             found = {int(match[1]): path for path in self.folder.iterdir() if (match := _STEP.fullmatch(path.name))}
             whole = sorted(step for step, path in found.items() if (path / COMPLETE).exists())
-            every = self.config.keep_every
-            spaced = [step for step in whole if every and step % every == 0]
-            for step in found.keys() - {*whole[-self.config.keep :], *spaced, *self.best(whole)}:
+            for step in found.keys() - kept_steps(self.config, whole, best=self.best(whole)):
                 with self._warning():  # one folder that cannot be deleted must not keep the others from being deleted
                     discard(found[step])  # renames it first, so that a kill leaves no part of a checkpoint
             for left in self.folder.glob("step-*.tmp"):

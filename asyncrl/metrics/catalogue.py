@@ -610,7 +610,7 @@ class Agents:
 
 
 class Checkpoint:
-    """Checkpoints."""
+    """Checkpoints and the mirror."""
 
     checkpoint_duration_seconds = HistogramMetric(
         LEARNER,
@@ -637,6 +637,15 @@ class Checkpoint:
         "asyncrl_checkpoints_total",
         "Checkpoints by outcome. `postponed`: was due while the last one was being written.",
         {"outcome": ("saved", "failed", "postponed")},
+    )
+    mirror_last_success_timestamp_seconds = GaugeMetric(
+        LEARNER,
+        "asyncrl_mirror_last_success_timestamp_seconds",
+        "Unix time at which `run.mirror` last had everything that was finished, on the learner's clock. The start of "
+        "the process before the first time; NaN without a mirror.",
+    )
+    mirror_failures_total = CounterMetric(
+        LEARNER, "asyncrl_mirror_failures_total", "Failed tries to send records or a checkpoint to `run.mirror`."
     )
 
 

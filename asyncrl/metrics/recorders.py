@@ -397,6 +397,14 @@ class LearnerMetrics(ProcessMetrics):
         """Records the time that training waited for the copies of a checkpoint."""
         self._instruments.observe(catalogue.Checkpoint.checkpoint_wait_seconds, wait_s)
 
+    def mirrored(self, *, unix_time_s: float) -> None:
+        """Records that the mirror had everything at this time."""
+        self._instruments.set(catalogue.Checkpoint.mirror_last_success_timestamp_seconds, unix_time_s)
+
+    def mirror_failed(self) -> None:
+        """Records a failed try to send something to the mirror."""
+        self._instruments.add(catalogue.Checkpoint.mirror_failures_total, 1)
+
     def checkpoint_missed(self, *, outcome: str) -> None:
         """Records a checkpoint that was due but was not saved: `postponed`, because the last one is still being
         written, or `failed`."""

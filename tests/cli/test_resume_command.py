@@ -1,10 +1,12 @@
 """`asyncrl resume RUN` starts what `asyncrl up` starts, with the saved configuration and the chosen checkpoint."""
 
+import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
+from mirrored_scene import mirror_of, save
 from typer.testing import CliRunner
 
 from asyncrl.cli import resume as command
@@ -145,3 +147,38 @@ def test_the_help_teaches_going_back_and_training_further() -> None:
     text = runner.invoke(app, ["resume", "--help"]).stdout
     assert "asyncrl resume quickstart --at step-100" in text
     assert "asyncrl resume quickstart learner.total_steps=400" in text
+
+
+@pytest.fixture
+def url(started: Started, tmp_path: Path) -> str:
+    """The mirror of the run, whose directory is gone."""
+    url = f"file://{tmp_path}/mirror"
+    shutil.rmtree(tmp_path / "runs")
+    with RunDir.create(load_config([QUICKSTART, {"run.name": "quick", "run.dir": "first", "run.mirror": url}])) as run:
+        save(run, 2)
+        run.stopped()
+        mirror_of(run, url=url).pass_once()
+    return url
+
+
+def test_a_run_continues_from_its_mirror_which_needs_no_trust(url: str, started: Started, tmp_path: Path) -> None:
+    result = runner.invoke(app, ["resume", url, "learner.total_steps=90"])
+    assert result.exit_code == 0, result.output
+    assert started.config.run.dir / started.config.run.name == Path("runs/quick")
+    assert (started.config.run.mirror, started.config.learner.total_steps) == (url, 90)
+    assert (tmp_path / "runs" / "quick" / "checkpoints" / "step-2" / "COMPLETE").exists()
+
+
+def test_a_copy_of_a_mirror_is_its_own_mirror(url: str, started: Started, tmp_path: Path) -> None:
+    shutil.copytree(tmp_path / "mirror", tmp_path / "copied")
+    assert runner.invoke(app, ["resume", f"file://{tmp_path}/copied"]).exit_code == 0
+    assert started.config.run.mirror == f"file://{tmp_path}/copied"
+
+
+def test_a_mirror_that_only_the_directory_names_needs_trust(url: str, started: Started) -> None:
+    assert runner.invoke(app, ["resume", "first/quick", "run.mirror=null"]).exit_code == 0
+    started.again = ()
+    result = runner.invoke(app, ["resume", "first/quick"])
+    assert result.exit_code == 2
+    assert f"run.mirror = {url}; if you trust it, pass --trust" in " ".join(result.stderr.split())
+    assert started.again == ()

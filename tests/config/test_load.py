@@ -191,7 +191,7 @@ def test_values_are_read_by_yaml_1_2_in_files_and_overrides_and_written_back(key
 @pytest.mark.parametrize(
     ("key", "advice"),
     [
-        ("run.dir", "name a folder, and copy the run's directory to its storage"),
+        ("run.dir", "name a folder, and set run.mirror to the URL"),
         ("model.path", "download the model and name its folder"),
         ("data.path", "download the data and name its file or folder"),
         ("data.mixture.0.data.path", "download the data and name its file or folder"),
@@ -205,7 +205,7 @@ def test_a_url_is_refused_where_a_file_or_folder_is_meant(key: str, advice: str,
         group = "[{name: a, data: {dataset: jsonl, path: %s}}]" if "mixture" in key else "{hard: {data: {path: %s}}}"
         override = f"{'.'.join(key.split('.')[:2])}={group % url}"
     (line,) = _lines([], [override])
-    assert line.startswith(f'{key} = "{url}" (on the command line): is a URL, and asyncrl reads and writes files only')
+    assert line.startswith(f'{key} = "{url}" (on the command line): is a URL, and only a path works here')
     assert advice in line
 
 

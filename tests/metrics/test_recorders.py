@@ -62,6 +62,8 @@ def learner() -> LearnerMetrics:
     metrics.checkpoint_saved(step=10, duration_s=4.0, unix_time_s=1.7e9)
     metrics.checkpoint_staged(0.5)
     metrics.checkpoint_missed(outcome="postponed")
+    metrics.mirrored(unix_time_s=1.0)
+    metrics.mirror_failed()
     metrics.checkpoint_missed(outcome="failed")
     metrics.parity(3e-6, ratio=0.03)
     metrics.versions(learner=12, published=11)

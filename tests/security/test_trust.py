@@ -45,6 +45,7 @@ CODE: dict[str, dict[str, Any]] = {
         "generator": {"engine_args": {"additional_config": {"files": ["sent/ran.py"]}}}
     },
     "environment.mcp_servers.0.url": {"environment": {"mcp_servers": [{"url": URL}]}},
+    "run.mirror": {"run": {"mirror": URL}},
     "environment.options.url": {"environment": {"name": "openenv", "options": {"url": URL}}},
     "environment.rewards.0.options.url": {
         "environment": {"rewards": [{"name": "a", "fn": "judge", "options": {"model": "m", "url": URL}}]}
@@ -86,7 +87,7 @@ def run(here: Path, written: Path) -> Path:
 
 def sent(run: Path, changed: dict[str, Any]) -> None:
     """Writes the configuration of the run with these settings."""
-    of_run = {"run": {"name": run.name, "dir": str(run.parent)}}
+    of_run = {"run": {**changed.get("run", {}), "name": run.name, "dir": str(run.parent)}}
     (run / "config.yaml").write_text(dump_config(Config.model_validate(changed | of_run)))
 
 

@@ -1,0 +1,548 @@
+"""The mirror of a run's directory: a copy at a URL of fsspec (`run.mirror`), from which the run is resumed elsewhere.
+
+    owner.json                    the run, and the process that writes the mirror
+    lineage.json  config.yaml  …  the records of the run (`RECORDS`), and the folders samples/ and audit/
+    sent.json                     size and checksum of each record that was sent
+    checkpoints/step-140-9f8e…/   a complete checkpoint, with a part of the checksum of its manifest in its name
+    latest.json                   the name of the newest checkpoint
+
+A thread of the learner's process sends what is finished: records every minute, and checkpoints in order. Training never
+waits for it. A pass of the thread keeps these invariants, also if the process is killed between any two calls:
+
+- Before the first file of a checkpoint, the records of all of its steps are sent. `COMPLETE` is the last file of a
+  checkpoint, and `latest.json` names it after that.
+- A file below checkpoints/ never changes, because its folder is named after the checksums of all of its files. So a
+  file of the right size is not sent again.
+- Only one process writes the mirror: the last one that has put its name into `owner.json`.
+
+The storage must write a file whole or not at all, as object stores do. In a local folder (`file://`), files are written
+beside their place and then renamed.
+"""
+
+import contextlib
+import logging
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import xxhash
+
+from asyncrl.checkpoints.directory import CHECKPOINTS, MANIFEST, folders, kept_steps
+from asyncrl.common.version import Lineage
+from asyncrl.complete_directory import COMPLETE
+from asyncrl.config.schema import CheckpointSection
+from asyncrl.deployment.resuming import LINEAGE, SAMPLES
+from asyncrl.errors import ConfigError, FileRefused
+from asyncrl.learner.audit_records import AUDIT
+from asyncrl.learner.records import DATA, LOST_STEPS, EvalRecord, best_first, read_lines
+from asyncrl.run_files import RECORD_BYTES, UNREADABLE, opened, read, sizes_below
+from asyncrl.shown_text import redacted
+
+if TYPE_CHECKING:
+    from asyncrl.metrics.recorders import LearnerMetrics
+
+logger = logging.getLogger(__name__)
+
+RECORDS = (
+    LINEAGE,  # first: a later process of the run must not use the number of an incarnation again
+    "config.yaml",
+    "run.json",
+    DATA,
+    "trackers.json",
+    "steps.jsonl",
+    "evals.jsonl",
+    LOST_STEPS,
+    "lost-evals.jsonl",
+    "failures.json",
+    "summary.json",
+    "report.html",
+)
+"""Files of the run's directory that are sent besides samples/, audit/ and checkpoints/, in this order."""
+OWNER, SENT, LATEST = "owner.json", "sent.json", "latest.json"
+EVERY_S = 60.0
+"""Time between two passes."""
+LEAST_SHARE = 20
+"""Records are sent again after this multiple of the time that sending them took, if it is longer than `EVERY_S`: large
+records are sent whole, and must not take more than a twentieth of the thread's time."""
+RETRY_S, LONGEST_RETRY_S = 5.0, 300.0
+"""First and longest wait after a failure. Each failure in a row doubles the wait."""
+RETRY_AT_END_S = 1.0
+BEGIN_S = 30.0
+"""Longest time that the start of the run waits for the first answer of the storage."""
+CHECKPOINT_NAME = re.compile(r"step-(\d{1,15})-[0-9a-f]{16}", re.ASCII)
+"""The name of a checkpoint's folder in a mirror."""
+_PART = ".part"
+_CHUNK_BYTES = 2**24
+
+
+NO_STORAGE = frozenset(
+    [
+        "async_wrapper",
+        "asyncwrapper",
+        "asynclocal",
+        "blockcache",
+        "cached",
+        "data",
+        "dir",
+        "dvc",
+        "filecache",
+        "generic",
+        "gist",
+        "git",
+        "github",
+        "http",
+        "https",
+        "jlab",
+        "jupyter",
+        "libarchive",
+        "pyscript",
+        "reference",
+        "root",
+        "simplecache",
+        "tar",
+        "wandb",
+        "zip",
+    ]
+)
+"""Schemes of fsspec that only read, or that need another URL inside of theirs."""
+
+
+def url_problem(url: str) -> str | None:
+    """Returns in a sentence why no run can be mirrored at this URL on this machine; None if nothing is known against
+    it. The storage is not asked."""
+    from fsspec import available_protocols, get_filesystem_class
+
+    scheme = url.partition("://")[0]
+    if scheme in NO_STORAGE or scheme not in available_protocols():
+        return f"{url}: asyncrl cannot write to a {scheme}:// URL; use e.g. s3://, gs://, az:// or file://"
+    try:
+        get_filesystem_class(scheme)
+    except ImportError as error:  # its text names the package
+        return f"{url}: the package for {scheme}:// URLs is missing: {str(error).removeprefix('Please ').rstrip('.')}"
+    return None
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """The run (its `nonce`) and the process that write a mirror."""
+
+    nonce: str
+    process: str
+
+
+class Latest(msgspec.Struct, frozen=True):
+    """The newest checkpoint of a mirror."""
+
+    checkpoint: str
+    step: int
+
+
+class Sent(msgspec.Struct, frozen=True, array_like=True):
+    """The size of a record in bytes, and its xxh3-128 checksum in hex."""
+
+    nbytes: int
+    xxh3: str
+
+
+class Store:
+    """The files below a URL of fsspec, by their names relative to it. All methods raise the errors of the
+    implementation, which may be of any type."""
+
+    def __init__(self, url: str) -> None:
+        from fsspec.core import url_to_fs  # takes a tenth of a second, and few runs have a mirror
+
+        self.url = url
+        self._in_place = url.startswith(("file://", "local://"))
+        self._fs, base = url_to_fs(url, **({"auto_mkdir": True} if self._in_place else {}))
+        self._base = base.rstrip("/")
+
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """Returns the size in bytes of each file below `folder`. Links and other entries are left out."""
+        self._fs.invalidate_cache()
+        found = self._fs.find(self._at(folder).rstrip("/"), detail=True).items()
+        inside = [(path.removeprefix(self._at("")), info) for path, info in found if path.startswith(self._at(""))]
+        return {name: info["size"] for name, info in inside if info["type"] == "file" and not name.endswith(_PART)}
+
+    def send(self, path: Path, name: str) -> None:
+        """Copies the file `path` to `name`."""
+        target = self._at(name)
+        if not self._in_place:
+            self._fs.put_file(str(path), target)
+        else:
+            self._fs.put_file(str(path), target + _PART)
+            self._fs.mv(target + _PART, target)
+
+    def write(self, name: str, content: bytes) -> None:
+        target = self._at(name)
+        if not self._in_place:
+            self._fs.pipe_file(target, content)
+        else:
+            self._fs.pipe_file(target + _PART, content)
+            self._fs.mv(target + _PART, target)
+
+    def chunks(self, name: str, *, most: int) -> Iterator[bytes]:
+        """Yields the content of a file. Raises FileNotFoundError, and FileRefused if it is a link or another entry, or
+        has more than `most` bytes."""
+        info = self._fs.info(self._at(name))
+        if info["type"] != "file" or info.get("islink"):
+            raise FileRefused(f"{name!a} in {self.url} is not a regular file: put the file itself there")
+        left = most
+        if (info.get("size") or 0) > most:
+            raise FileRefused(f"{name!a} in {self.url} has {info['size']:,} bytes, and at most {most:,} are read")
+        with self._fs.open(self._at(name), "rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                left -= len(chunk)
+                if left < 0:
+                    raise FileRefused(f"{name!a} in {self.url} has more bytes than it says: at most {most:,} are read")
+                yield chunk
+
+    def read(self, name: str) -> bytes | None:
+        """Returns the content of a file with one record; None if there is no such file."""
+        try:
+            return b"".join(self.chunks(name, most=RECORD_BYTES))
+        except FileNotFoundError:
+            return None
+
+    def remove(self, name: str) -> None:
+        """Removes a file, or a folder with its files. Does nothing if there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm(self._at(name), recursive=True)
+
+    def _at(self, name: str) -> str:
+        return f"{self._base}/{name}"
+
+
+class Mirror:
+    """Sends the directory of the run with this `nonce` and `lineage` to `store`, from `start` to `finish`.
+
+    `keep` has the rules by which old checkpoints are deleted, in the mirror as in the directory.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        path: Path,
+        *,
+        nonce: str,
+        lineage: Lineage,
+        keep: CheckpointSection,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._path = path
+        self._keep, self._lineage = keep, lineage
+        self._owner = Owner(nonce, secrets.token_hex(8))
+        self._clock = clock
+        self.reading: frozenset[int] = frozenset()
+        """The step whose checkpoint is being sent. The keep rules must not delete it meanwhile: if sending takes longer
+        than `checkpoint.keep` intervals, no checkpoint would ever be sent whole."""
+        self._found = False  # whether the content of the mirror is known
+        self._sent: dict[str, Sent] = {}
+        self._seen: dict[str, tuple[int, int]] = {}  # size and time of each record when this process sent it
+        self._whole: dict[str, bool] = {}  # the mirror's checkpoints, and whether they are complete
+        self._latest: str | None = None
+        self._records_s, self._records_wait_s = -float("inf"), EVERY_S
+        self._metrics: LearnerMetrics | None = None
+        self._succeeded_s = time.time()
+        self._error, self._may_delete = "", True
+        self._refusal: ConfigError | None = None
+        self._begun, self._ending, self._over = threading.Event(), threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+
+    def start(self, *, within_s: float = BEGIN_S) -> None:
+        """Starts the thread. Raises ConfigError if the mirror belongs to another run. If the storage does not answer
+        within `within_s` seconds, the run goes on, and the thread tries again."""
+        self._thread.start()
+        self._begun.wait(within_s)
+        if self._refusal is not None:
+            raise self._refusal
+
+    def report_to(self, metrics: "LearnerMetrics") -> None:
+        """Records the passes from now on as metrics."""
+        self._metrics = metrics
+        metrics.mirrored(unix_time_s=self._succeeded_s)
+
+    def finish(self, *, within_s: float) -> None:
+        """Waits until everything is sent, `within_s` seconds at most. Then logs what is missing."""
+        self._ending.set()
+        self._thread.join(within_s)
+        self._over.set()
+        if self._refusal is None and (missing := self._missing()):
+            logger.error(
+                "run.mirror: %s lacks %s, because %s. Everything is in %s",
+                self._store.url,
+                missing,
+                self._error or f"sending took longer than the {within_s:.0f} s that run.shutdown_grace_s left",
+                self._path,
+            )
+
+    def _work(self) -> None:
+        failures = 0
+        while not self._over.is_set():
+            ending = self._ending.is_set()  # before the pass: it then sends everything
+            try:
+                self.pass_once()
+            except ConfigError as refusal:
+                logger.error("%s", refusal)
+                self._refusal = refusal
+                self._begun.set()
+                return
+            except Exception as error:  # each implementation has errors of its own, and training must go on
+                failures += 1
+                self._failed(error, first=failures == 1)
+            else:
+                self._succeeded(again=failures > 0)
+                failures = 0
+                if ending:
+                    return
+            self._begun.set()
+            if ending:
+                self._over.wait(RETRY_AT_END_S)
+            else:
+                self._ending.wait(wait_s(failures))
+
+    def _failed(self, error: Exception, *, first: bool) -> None:
+        self._error = redacted(f"{type(error).__name__}: {error}")
+        if self._metrics is not None:
+            self._metrics.mirror_failed()
+        if first:
+            logger.warning(
+                "run.mirror: nothing can be sent to %s now (%s). Training goes on, and the mirror tries again; this "
+                "machine has everything in %s",
+                self._store.url,
+                self._error,
+                self._path,
+            )
+
+    def _succeeded(self, *, again: bool) -> None:
+        self._error, self._succeeded_s = "", time.time()
+        if self._metrics is not None:
+            self._metrics.mirrored(unix_time_s=self._succeeded_s)
+        if again:
+            logger.info("run.mirror: %s has everything again", self._store.url)
+
+    def pass_once(self) -> None:
+        """Sends everything that is finished now. Raises ConfigError if another run or process writes the mirror, and
+        the errors of the storage."""
+        changed = not self._found
+        if self._found:
+            self._check_owner()
+        else:
+            self._take()
+        # Listed before the records are read, so that the records of all their steps are sent first.
+        finished = self._finished()
+        self._send_records()
+        for name, (step, folder) in finished.items():
+            if self._send_checkpoint(name, step, folder):
+                self._name_latest(finished)
+                changed = True
+        if changed:
+            self._name_latest(finished)
+            self._delete_old(finished)
+
+    def _take(self) -> None:
+        """Takes the mirror for this process, and finds out what it has."""
+        owner = self._read_owner()
+        if owner is not None and owner.nonce != self._owner.nonce:
+            raise ConfigError(
+                f"run.mirror = {self._store.url}: another run is mirrored there, with the nonce {owner.nonce!a}, and "
+                f"this one has {self._owner.nonce!r}. To continue that run here: asyncrl resume {self._store.url}. "
+                "Otherwise name another URL, or empty this one"
+            )
+        lineage = lineage_of(self._store)
+        if lineage != self._lineage and not self._lineage.continues(lineage):
+            raise ConfigError(
+                f"run.mirror = {self._store.url}: the run was resumed elsewhere, as incarnation {lineage.incarnation}, "
+                f"and {self._path} lacks what it has trained there. Move this directory away, and continue the run "
+                f"with asyncrl resume {self._store.url}. Otherwise set run.mirror to another URL"
+            )
+        self._store.write(OWNER, msgspec.json.encode(self._owner))
+        there = self._store.sizes()
+        parts = [name.split("/") for name in there if name.startswith(f"{CHECKPOINTS}/")]
+        known = {name[1] for name in parts if len(name) > 2 and CHECKPOINT_NAME.fullmatch(name[1])}
+        self._whole = {name: f"{CHECKPOINTS}/{name}/{COMPLETE}" in there for name in known}
+        with contextlib.suppress(*UNREADABLE):
+            sent = msgspec.json.decode(self._store.read(SENT) or b"{}", type=dict[str, Sent])
+            self._sent = {name: record for name, record in sent.items() if there.get(name) == record.nbytes}
+        self._found = True
+
+    def _check_owner(self) -> None:
+        owner = self._read_owner()
+        if owner is not None and owner != self._owner:
+            raise ConfigError(
+                f"run.mirror = {self._store.url}: another process has taken the mirror, so this run is no longer "
+                "mirrored. If the run was resumed on another machine, end this one with asyncrl down"
+            )
+
+    def _read_owner(self) -> Owner | None:
+        content = self._store.read(OWNER)
+        return None if content is None else msgspec.json.decode(content, type=Owner)
+
+    # --- records -----------------------------------------------------------------------------------------------------
+
+    def _records(self) -> list[str]:
+        """Returns the names of the records that the directory has now, in the order in which they are sent."""
+        found = [name for name in RECORDS if (self._path / name).is_file()]
+        for folder in (SAMPLES, AUDIT):
+            below = sizes_below(self._path / folder) if (self._path / folder).is_dir() else {}
+            names = [f"{folder}/{name}" for name in below if ".tmp" not in name]
+            # the weights of a version (`audit.keep_weights`) when all of them are there
+            complete = {name.removesuffix(COMPLETE) for name in names if name.endswith(f"/{COMPLETE}")}
+            ready = [
+                n for n in names if not n.startswith(f"{AUDIT}/weights/") or n.rpartition("/")[0] + "/" in complete
+            ]
+            found += sorted(ready, key=lambda name: (name.endswith(f"/{COMPLETE}"), name))
+        return found
+
+    def _send_records(self) -> None:
+        """Sends the records that have changed, and removes those that the directory no longer has."""
+        started_s, names = self._clock(), self._records()
+        before = dict(self._sent)
+        for name in names:
+            path = self._path / name
+            with contextlib.suppress(FileNotFoundError):  # it was moved just now
+                found = path.stat()
+                if self._seen.get(name) == (state := (found.st_size, found.st_mtime_ns)):
+                    continue
+                record = Sent(found.st_size, _checksum(path, inside=self._path, most=found.st_size))
+                if self._sent.get(name) != record:
+                    self._store.send(path, name)
+                self._sent[name], self._seen[name] = record, state
+        for name in self._sent.keys() - names:
+            self._remove(name)
+            del self._sent[name]
+            self._seen.pop(name, None)
+        if self._sent != before:
+            self._store.write(SENT, msgspec.json.encode(self._sent))
+        self._records_s = self._clock()
+        self._records_wait_s = max(EVERY_S, LEAST_SHARE * (self._records_s - started_s))
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _finished(self) -> dict[str, tuple[int, Path]]:
+        """Returns the complete checkpoints of the directory by their names in the mirror, in the order of their
+        steps."""
+        return dict(_named(self._path / CHECKPOINTS))
+
+    def _send_checkpoint(self, name: str, step: int, folder: Path) -> bool:
+        """Sends a checkpoint unless the mirror has it. Returns whether it was sent whole: the keep rules may delete it,
+        or a save with `hf/` may replace it, before its last file is sent."""
+        if self._whole.get(name):
+            return False
+        self.reading = frozenset({step})
+        remote = f"{CHECKPOINTS}/{name}"
+        try:
+            self._whole.setdefault(name, False)
+            there = self._store.sizes(remote)
+            local = sizes_below(folder)
+            for file in sorted(local, key=lambda each: each == COMPLETE):
+                if file == COMPLETE and dict(_named(folder.parent)).get(name) is None:
+                    return False
+                if there.get(f"{remote}/{file}") != local[file]:
+                    self._store.send(folder / file, f"{remote}/{file}")
+                if self._clock() - self._records_s >= self._records_wait_s:
+                    self._send_records()
+        except FileNotFoundError:
+            if (folder / COMPLETE).exists():  # it is not the folder that is missing
+                raise
+            return False
+        finally:
+            self.reading = frozenset()
+        self._whole[name] = True
+        return True
+
+    def _name_latest(self, finished: Collection[str]) -> None:
+        """Writes the name of the newest checkpoint of the directory that the mirror has whole."""
+        newest = max((name for name in finished if self._whole.get(name)), key=step_of_name, default=None)
+        if newest is not None and newest != self._latest:
+            self._store.write(LATEST, msgspec.json.encode(Latest(f"{CHECKPOINTS}/{newest}", step_of_name(newest))))
+            self._latest = newest
+
+    def _delete_old(self, finished: Collection[str]) -> None:
+        """Deletes the mirror's checkpoints that the directory no longer has, unless the keep rules keep them: the
+        directory of a run that was resumed from its mirror has only the newest one."""
+        lost = [name for folder in (self._path / CHECKPOINTS).glob("lost-*") for name, _ in _named(folder)]
+        whole = sorted(step_of_name(name) for name, complete in self._whole.items() if complete)
+        best: list[int] = []
+        if self._keep.keep_best:
+            evals = read_lines(self._path / "evals.jsonl", EvalRecord)
+            ranked = best_first(evals, whole, name=self._keep.best_eval)
+            best = [record.step for record in ranked[: self._keep.keep_best]]
+        kept = kept_steps(self._keep, whole, best=best)
+        for name in self._whole.keys() - {*finished, *lost}:
+            if not (self._whole[name] and step_of_name(name) in kept):
+                # COMPLETE first, so that no reader takes a part of a checkpoint for a whole one
+                if self._remove(f"{CHECKPOINTS}/{name}/{COMPLETE}"):
+                    self._remove(f"{CHECKPOINTS}/{name}")
+                del self._whole[name]
+
+    def _remove(self, name: str) -> bool:
+        """Removes a file or folder of the mirror, and returns whether this was possible. A failure is logged once, and
+        is no failure of the mirror: a bucket may allow no deletions."""
+        try:
+            self._store.remove(name)
+        except Exception as error:
+            if self._may_delete:
+                logger.warning(
+                    "run.mirror: old files in %s cannot be deleted (%s: %s), so they stay there; allow deletions, or "
+                    "delete them by a rule of the storage",
+                    self._store.url,
+                    type(error).__name__,
+                    redacted(str(error)),
+                )
+            self._may_delete = False
+            return False
+        return True
+
+    def _missing(self) -> str:
+        """Returns what the mirror lacks, in words; empty if it has everything. Asks the directory only."""
+        names = [name for name in self._records() if self._seen.get(name) != _state(self._path / name)]
+        names += [
+            f"{CHECKPOINTS}/step-{step}" for name, (step, _) in self._finished().items() if not self._whole.get(name)
+        ]
+        shown = ", ".join(reversed(names[-3:]))
+        return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+
+
+def lineage_of(store: Store) -> Lineage:
+    """Returns the incarnations of the mirrored run."""
+    content = store.read(LINEAGE)
+    return Lineage() if content is None else msgspec.json.decode(content, type=Lineage)
+
+
+def wait_s(failures: int) -> float:
+    """Returns the seconds until the next pass, after so many failures in a row."""
+    return min(RETRY_S * 2 ** (failures - 1), LONGEST_RETRY_S) if failures else EVERY_S
+
+
+def _named(checkpoints: Path) -> Iterator[tuple[str, tuple[int, Path]]]:
+    """Yields the complete checkpoints in a folder by their names in a mirror, each with its step and its directory."""
+    for step, folder in sorted(folders(checkpoints).items()):
+        with contextlib.suppress(OSError):  # deleted meanwhile, or it has no manifest and cannot be resumed
+            if (folder / COMPLETE).exists():
+                digest = xxhash.xxh3_128_hexdigest(read(folder / MANIFEST))[:16]
+                yield f"step-{step}-{digest}", (step, folder)
+
+
+def step_of_name(name: str) -> int:
+    """Returns the step of a checkpoint from its name in a mirror (`CHECKPOINT_NAME`)."""
+    return int(name.split("-")[1])
+
+
+def _state(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def _checksum(path: Path, *, inside: Path, most: int) -> str:
+    """Returns the xxh3-128 checksum of the first `most` bytes of a file."""
+    digest = xxhash.xxh3_128()
+    with opened(path, inside=inside) as file:
+        while most and (chunk := file.read(min(most, _CHUNK_BYTES))):
+            digest.update(chunk)
+            most -= len(chunk)
+    return digest.hexdigest()
