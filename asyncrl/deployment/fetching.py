@@ -27,9 +27,7 @@ from asyncrl.config.schema import Config
 from asyncrl.deployment.known_runs import RUNS
 from asyncrl.deployment.mirror import (
     CHECKPOINT_NAME,
-    LATEST,
     RECORDS,
-    Latest,
     Store,
     lineage_of,
     step_of_name,
@@ -133,7 +131,7 @@ def _staging(directory: Path) -> Iterator[Path]:
 def _fetch_checkpoint(store: Store, there: dict[str, int], staging: Path, *, step: int | None) -> None:
     """Fetches the newest undamaged checkpoint from which the live incarnation of the run may go on."""
     lineage = lineage_of(store)
-    for name in _newest_first(store, there):
+    for name in _newest_first(there):
         if step not in (None, step_of_name(name)):
             continue
         folder = folder_of(staging / CHECKPOINTS, step_of_name(name))
@@ -156,19 +154,11 @@ def _fetch_checkpoint(store: Store, there: dict[str, int], staging: Path, *, ste
     raise RunError(f"{store.url} has {wanted} that is complete and undamaged, so the run cannot be resumed from it")
 
 
-def _newest_first(store: Store, there: dict[str, int]) -> list[str]:
-    """Returns the names of the complete checkpoints of a mirror: the one that the mirror calls the newest, then the
-    others from the last step to the first one."""
+def _newest_first(there: dict[str, int]) -> list[str]:
+    """Returns the names of the complete checkpoints of a mirror, from the last step to the first one."""
     parts = [name.split("/") for name in there if name.endswith(f"/{COMPLETE}")]
     complete = {each[1] for each in parts if len(each) == 3 and each[0] == CHECKPOINTS}
-    latest = ""
-    with contextlib.suppress(msgspec.MsgspecError):
-        latest = msgspec.json.decode(store.read(LATEST) or b"", type=Latest).checkpoint
-    return sorted(
-        (name for name in complete if CHECKPOINT_NAME.fullmatch(name)),
-        key=lambda name: (f"{CHECKPOINTS}/{name}" == latest, step_of_name(name)),
-        reverse=True,
-    )
+    return sorted(filter(CHECKPOINT_NAME.fullmatch, complete), key=step_of_name, reverse=True)
 
 
 def _manifest(store: Store, name: str) -> RunManifest:

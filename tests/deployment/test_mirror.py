@@ -130,7 +130,9 @@ def test_a_part_of_a_file_and_a_record_with_other_content_are_sent_again(storage
         fs.pipe_file(f"/bucket/quick/{folder}/policy/weights", b"w" * 99)
         fs.rm_file(f"/bucket/quick/{folder}/{COMPLETE}")
         (run.path / "samples" / "step-0.jsonl").write_text("sample of step 9\n")
+        fs.rm_file("/bucket/quick/config.yaml")
         mirror_of(run).pass_once()
+        assert content()["config.yaml"] == (run.path / "config.yaml").read_bytes()
         assert content()[f"{folder}/policy/weights"] == b"w" * 100
         assert content()["samples/step-0.jsonl"] == b"sample of step 9\n"
 
@@ -172,6 +174,8 @@ def test_checkpoints_that_were_set_aside_or_are_on_another_machine_stay(tmp_path
         (run.checkpoints / "lost-2").mkdir()
         (run.checkpoints / "step-30").rename(run.checkpoints / "lost-2" / "step-30")
         shutil.rmtree(run.checkpoints / "step-10")  # the machine has only the one from which the run was resumed
+        mirror_of(run, keep=3).pass_once()
+        assert checkpoints() == {"step-10", "step-20", "step-30"}
         mirror_of(run, keep=2).pass_once()
         assert checkpoints() == {"step-20", "step-30"}
         assert latest()["step"] == 20
