@@ -9,9 +9,7 @@ from typing import Annotated
 import typer
 
 from asyncrl import recipes as shipped
-from asyncrl.cli.preflight import user_modules
 from asyncrl.cli.terminal import command_app, say
-from asyncrl.common.roles import Role
 from asyncrl.config.load import load_config
 from asyncrl.config.recipes import description, files_beside, known_recipe, recipe_names
 from asyncrl.config.schema import Config
@@ -68,14 +66,11 @@ def copy(
       asyncrl recipes copy tiny_chat my/folder   writes my/folder/tiny_chat.yaml and my/folder/larger.csv
     """
     recipe = known_recipe(name)
-    written = _write({file.name: file.read_text(encoding="utf-8") for file in [recipe, *files_beside(recipe)]}, to)
-    named = user_modules(load_config([recipe]), tuple(Role)).values()
-    own = any((to / f"{path.partition(':')[0]}.py") in written for path in named)
+    _write({file.name: file.read_text(encoding="utf-8") for file in [recipe, *files_beside(recipe)]}, to)
     if load_config([recipe]).ray.address is not None:
         say(f"the commands for several machines are at the top of {to / recipe.name}")
         return
-    variables = f"PYTHONPATH={shlex.quote(str(to))} " if own else ""
-    say(f"run it: {variables}{shlex.join(['asyncrl', 'up', '-c', str(to / recipe.name)])}")
+    say(f"run it: {shlex.join(['asyncrl', 'up', '-c', str(to / recipe.name)])}")
 
 
 @app.command()
@@ -105,8 +100,8 @@ def prometheus(to: Folder = Path("monitoring/prometheus")) -> None:
     say(f"start it: {shlex.join([*start, '--storage.tsdb.path=runs/prometheus'])}")
 
 
-def _write(texts: Mapping[str, str], to: Path) -> list[Path]:
-    """Writes each text to its path in the folder `to`, and prints the paths. Returns them.
+def _write(texts: Mapping[str, str], to: Path) -> None:
+    """Writes each text to its path in the folder `to`, and prints the paths.
 
     A file that has this text already is left as it is. Raises ConfigError, before anything is written, if one of the
     files exists with another text. Raises it too if a file cannot be written.
@@ -129,7 +124,6 @@ def _write(texts: Mapping[str, str], to: Path) -> list[Path]:
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written ({error.strerror}); name another folder") from None
         say(f"wrote {path}")
-    return paths
 
 
 def _has(path: Path, text: str) -> bool:

@@ -72,8 +72,8 @@ def _values(tree: Any) -> Iterator[Any]:
 @pytest.mark.parametrize(("name", "to", "files", "run"), [
     ("quickstart", [], {"quickstart.yaml"}, "asyncrl up -c quickstart.yaml"),
     ("tiny_chat", ["a b"], {"tiny_chat.yaml", "larger.csv"}, "asyncrl up -c 'a b/tiny_chat.yaml'"),
-    ("own_task", [], {"own_task.yaml", "own_task.py"}, "PYTHONPATH=. asyncrl up -c own_task.yaml"),
-    ("own_task", ["x/y"], {"own_task.yaml", "own_task.py"}, "PYTHONPATH=x/y asyncrl up -c x/y/own_task.yaml"),
+    ("own_task", [], {"own_task.yaml", "own_task.py"}, "asyncrl up -c own_task.yaml"),
+    ("own_task", ["x/y"], {"own_task.yaml", "own_task.py"}, "asyncrl up -c x/y/own_task.yaml"),
     (
         "calculator", [],
         {"calculator.yaml", "arithmetic.py", "langgraph_agent.py", "openai_agents.py", "openai_client.py"},
