@@ -89,12 +89,12 @@ def uncorrected_in_words(config: Config) -> str | None:
     """Returns a sentence without its full stop if the run trains the uncorrected stale baseline: an objective without
     off-policy correction on samples of older weights (`algorithm.uncorrected`). Returns None for other runs."""
     algorithm, limit = config.algorithm, config.staleness.max_versions
-    if not (algorithm.uncorrected and limit) or is_own_loss(algorithm):
+    if not (algorithm.uncorrected and limit) or own_loss(algorithm) is not None:
         return None
     if is_corrected(resolve_objective(algorithm.loss, algorithm.overrides)):
         return None
     return (
-        f"Uncorrected stale baseline (algorithm.uncorrected = true): algorithm.loss = {algorithm.loss} has no "
+        f"Uncorrected stale baseline (algorithm.uncorrected = true): algorithm.loss = {algorithm.loss_name} has no "
         f"off-policy correction, and staleness.max_versions = {limit} allows samples of older weights, so the "
         "gradient is biased"
     )

@@ -81,9 +81,12 @@ _CHUNK_BYTES = 2**24
 
 
 NO_STORAGE = frozenset(
-    "async_wrapper asyncwrapper asynclocal blockcache cached data dir dvc filecache generic gist git github http https "
-    "jlab jupyter libarchive pyscript reference root simplecache tar wandb zip".split()
-)
+    [
+        "async_wrapper", "asyncwrapper", "asynclocal", "blockcache", "cached", "data", "dir", "dvc", "filecache",
+        "generic", "gist", "git", "github", "http", "https", "jlab", "jupyter", "libarchive", "pyscript", "reference",
+        "root", "simplecache", "tar", "wandb", "zip",
+    ]
+)  # fmt: skip
 """Schemes of fsspec that only read, or that need another URL inside of theirs."""
 
 
