@@ -94,7 +94,7 @@ def test_an_environment_by_import_path_gets_its_options_and_scores() -> None:
             r"returned a list, but an environment needs the methods tasks\(seed\)",
         ),
         ({"name": "reasoning_gym"}, "environment.options", "missing.*task"),
-        ({"name": "math", "options": {"x": 1}}, "environment.options", "unexpected"),
+        ({"name": "math", "options": {"x": 1}}, "environment.options", "has no such option"),
     ],
 )
 @pytest.mark.fault("F28")
