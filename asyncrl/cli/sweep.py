@@ -105,12 +105,14 @@ def planned(files: Sequence[Path], overrides: Sequence[str], *, name: str, seeds
     common, axes = divided(overrides)
     found = []
     for values in itertools.product(*axes.values()):
-        chosen = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in zip(axes, values, strict=True)]
+        chosen = [f"{key}={_yaml(value)}" for key, value in zip(axes, values, strict=True)]
         given = load_config(files, [*common, *chosen]).run
         for seed in range(given.seed, given.seed + seeds):
             words = [f"{key.rpartition('.')[2]}-{_word(value)}" for key, value in zip(axes, values, strict=True)]
             words += [f"seed-{seed}"] if seeds > 1 or not values else []
             own = [*chosen, f"run.seed={seed}", f"run.dir={given.dir / name}", f"run.name={'_'.join(words)}"]
+            if given.mirror is not None:
+                own.append(f"run.mirror={given.mirror.rstrip('/')}/{name}/{'_'.join(words)}")
             config, warnings = _checked(files, [*common, *own], ", ".join(map(_shown, axes, values)))
             found.append(SweptRun(tuple(own), config))
             print_warnings(warnings if seed == given.seed else [])
@@ -152,8 +154,13 @@ def divided(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[object]
     return common, axes
 
 
+def _yaml(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if isinstance(value, str) else text.replace("Infinity", ".inf")
+
+
 def _shown(key: str, value: object) -> str:
-    return f"{key} = {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
+    return f"{key} = {value if isinstance(value, str) else _yaml(value)}"
 
 
 def _word(value: object) -> str:
@@ -202,12 +209,13 @@ class Ending:
 @contextmanager
 def ended_by_signals(ending: Ending) -> Iterator[None]:
     loop = asyncio.get_running_loop()
-    for number in _ENDING:
+    numbers = [number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+    for number in numbers:
         loop.add_signal_handler(number, ending.ask, number)
     try:
         yield
     finally:
-        for number in _ENDING:
+        for number in numbers:
             loop.remove_signal_handler(number)
 
 
@@ -221,7 +229,10 @@ async def train_all(
 
     async def train(number: int, run: SweptRun, command: Sequence[str]) -> None:
         async with room:
-            if ending.asked.is_set():
+            if (left := process_of(run.directory)) is not None:
+                say(f"{run.name}: waits for the end of process {left.pid}, which has this run")
+                await asyncio.to_thread(left.wait)
+            if ending.asked.is_set() or has_finished(run):
                 return
             say(f"run {number} of {of}: {run.name} (watch it: asyncrl top {shlex.quote(str(run.directory))})")
             began_s = time.monotonic()
@@ -244,10 +255,7 @@ async def train_all(
 
 
 async def exit_code(run: SweptRun, command: Sequence[str], ending: Ending) -> int:
-    """Runs the command of a run, which ends at once if this process is killed. If a process of the run still lives,
-    such as one that saves its last checkpoint after an earlier sweep was killed, waits for its end first."""
-    if (left := process_of(run.directory)) is not None:
-        await asyncio.to_thread(left.wait)
+    """Runs the command of a run, which ends at once if this process is killed."""
     run.log.parent.mkdir(parents=True, exist_ok=True)
     with run.log.open("ab") as log:
         process = await asyncio.create_subprocess_exec(
@@ -255,6 +263,8 @@ async def exit_code(run: SweptRun, command: Sequence[str], ending: Ending) -> in
             preexec_fn=partial(die_with, os.getpid()),
         )  # fmt: skip
     ending.processes.add(process)
+    if ending.asked.is_set():  # while the process was started
+        process.send_signal(signal.SIGTERM)
     try:
         return await process.wait()
     finally:

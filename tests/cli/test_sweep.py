@@ -3,7 +3,9 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -56,6 +58,31 @@ def test_each_combination_has_a_run_for_each_seed(in_tmp_path: None) -> None:
     assert {run.config.learner.total_steps for run in runs} == {37}
     assert runs[0].directory == Path("runs/mine/loss-tis_max_versions-1_seed-5")
     assert len({run.directory for run in runs}) == 8
+
+
+def test_an_infinite_value_stays_one(in_tmp_path: None) -> None:
+    runs = planned(FILES, ["learner.optimizer.max_grad_norm=1.0,.inf"], name="mine", seeds=1)
+    assert [run.config.learner.optimizer.max_grad_norm for run in runs] == [1.0, float("inf")]
+
+
+def test_each_run_has_a_mirror_of_its_own(in_tmp_path: None, tmp_path: Path) -> None:
+    runs = planned(FILES, [f"run.mirror=file://{tmp_path}/copies"], name="mine", seeds=2)
+    assert [run.config.run.mirror for run in runs] == [f"file://{tmp_path}/copies/mine/seed-{n}" for n in (0, 1)]
+
+
+def test_a_run_that_another_process_finishes_meanwhile_is_not_trained_again(in_tmp_path: None) -> None:
+    [run] = runs_of(1)
+    holds = (
+        "import sys\nfrom pathlib import Path\nfrom asyncrl.cli.sweep import planned\n"
+        "from asyncrl.deployment.run_dir import RunDir\n"
+        "[run] = planned([Path('quickstart')], [], name='mine', seeds=1)\n"
+        "with RunDir.create(run.config) as directory:\n    print(flush=True)\n    sys.stdin.read()"
+    )
+    with psutil.Popen([sys.executable, "-c", holds], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        threading.Timer(0.5, other.stdin.close).start()
+        assert asyncio.run(train_all([run], [program("open('trained', 'w')")], parallel=1, first=1, of=1)) == []
+    assert not Path("trained").exists()
 
 
 def test_an_error_names_the_combination_before_any_run_starts(in_tmp_path: None) -> None:
