@@ -105,7 +105,7 @@ def planned(files: Sequence[Path], overrides: Sequence[str], *, name: str, seeds
     common, axes = divided(overrides)
     found = []
     for values in itertools.product(*axes.values()):
-        chosen = [f"{key}={_yaml(value)}" for key, value in zip(axes, values, strict=True)]
+        chosen = [f"{key}={as_yaml(value)}" for key, value in zip(axes, values, strict=True)]
         given = load_config(files, [*common, *chosen]).run
         for seed in range(given.seed, given.seed + seeds):
             words = [f"{key.rpartition('.')[2]}-{_word(value)}" for key, value in zip(axes, values, strict=True)]
@@ -154,13 +154,14 @@ def divided(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[object]
     return common, axes
 
 
-def _yaml(value: object) -> str:
+def as_yaml(value: object) -> str:
+    """Returns the value on one line of YAML."""
     text = json.dumps(value, ensure_ascii=False)
     return text if isinstance(value, str) else text.replace("Infinity", ".inf")
 
 
 def _shown(key: str, value: object) -> str:
-    return f"{key} = {value if isinstance(value, str) else _yaml(value)}"
+    return f"{key} = {value if isinstance(value, str) else as_yaml(value)}"
 
 
 def _word(value: object) -> str:

@@ -1,6 +1,7 @@
 """`asyncrl sweep`: its runs by combination and seed, and what it does with the processes that train them."""
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -14,7 +15,8 @@ import typer
 from typer.testing import CliRunner
 
 from asyncrl.cli.main import app
-from asyncrl.cli.sweep import SweptRun, divided, has_finished, planned, train_all
+from asyncrl.cli.sweep import SweptRun, as_yaml, divided, has_finished, planned, train_all
+from asyncrl.config.load import parse_yaml
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import ConfigError
 
@@ -60,9 +62,9 @@ def test_each_combination_has_a_run_for_each_seed(in_tmp_path: None) -> None:
     assert len({run.directory for run in runs}) == 8
 
 
-def test_an_infinite_value_stays_one(in_tmp_path: None) -> None:
-    runs = planned(FILES, ["learner.optimizer.max_grad_norm=1.0,.inf"], name="mine", seeds=1)
-    assert [run.config.learner.optimizer.max_grad_norm for run in runs] == [1.0, float("inf")]
+@pytest.mark.parametrize("value", ["a, b", 1e-6, {"hi": math.inf, "lo": -math.inf}, [True, None], "Infinity", "é: x"])
+def test_a_value_stays_the_same_in_an_override(value: object) -> None:
+    assert parse_yaml(as_yaml(value), source="test") == value
 
 
 def test_each_run_has_a_mirror_of_its_own(in_tmp_path: None, tmp_path: Path) -> None:
