@@ -7,6 +7,8 @@ import torch, ray or vllm: the public names below are imported when they are fir
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.user_code import find_user_modules as _find_user_modules
+
 if TYPE_CHECKING:  # `as` makes a name public for type checkers
     from asyncrl.algorithms.advantages import Samples as Samples
     from asyncrl.algorithms.advantages import compute_advantages as compute_advantages
@@ -103,6 +105,8 @@ _NAMES = {
     "value.tq_value": ["TQValue"],
 }
 """Maps each module to the public names that it defines."""
+
+_find_user_modules()  # the first import of asyncrl in a worker of Ray comes before any import of the user's code
 
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -1,5 +1,7 @@
 """Describes errors that are raised by the user's own code: rewards, environments, datasets, losses, advantages."""
 
+import os
+import sys
 import sysconfig
 import traceback
 from pathlib import Path
@@ -9,12 +11,22 @@ from asyncrl.shown_text import redacted
 MAX_TEXT_CHARS = 500
 """Longest error text that is shown, in characters. An error of a user's reward may contain a whole document."""
 
+USER_FOLDERS = "ASYNCRL_USER_FOLDERS"
+"""Environment variable with the folders of the user's modules (`config.import_path.search_folders`), for the processes
+that a command starts."""
+
 _ASYNCRL = Path(__file__).parent
 _RECIPES = _ASYNCRL / "recipes"
 """Folder of the recipes in an installed package. Their modules are examples of a user's own code, and count as a user's
 code, not as asyncrl's."""
 _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 _INSTALLED = {"site-packages", "dist-packages"}
+
+
+def find_user_modules() -> None:
+    """Lets this process find modules in the folders of `USER_FOLDERS`, after all other places."""
+    folders = filter(None, os.environ.get(USER_FOLDERS, "").split(os.pathsep))
+    sys.path += [folder for folder in folders if folder not in sys.path]
 
 
 def describe_error(error: BaseException) -> str:

@@ -94,20 +94,23 @@ def uncorrected_in_words(config: Config) -> str | None:
     if is_corrected(resolve_objective(algorithm.loss, algorithm.overrides)):
         return None
     return (
-        f"Uncorrected stale baseline (algorithm.uncorrected = true): algorithm.loss = {algorithm.loss_name} has no "
+        f"Uncorrected stale baseline (algorithm.uncorrected = true): {_loss_in_words(algorithm)} has no "
         f"off-policy correction, and staleness.max_versions = {limit} allows samples of older weights, so the "
         "gradient is biased"
     )
 
 
+def _loss_in_words(algorithm: AlgorithmSection) -> str:
+    return f"algorithm.loss = {algorithm.loss_name}{' with algorithm.overrides' if algorithm.overrides else ''}"
+
+
 def _uncorrected(config: Config, objective: Objective) -> Iterator[str]:
     if config.algorithm.uncorrected:
         return
-    overridden = " with algorithm.overrides" if config.algorithm.overrides else ""
     nearest = nearest_corrected(objective, with_critic=config.critic is not None)[:3]
     if config.staleness.max_versions > 0 and not is_corrected(objective):
         yield (
-            f"algorithm.loss = {config.algorithm.loss}{overridden} has no off-policy correction, but "
+            f"{_loss_in_words(config.algorithm)} has no off-policy correction, but "
             f"staleness.max_versions = {config.staleness.max_versions} allows training on samples of older weights, so "
             f"the gradient would be biased. Set staleness.max_versions=0, or choose a preset with a correction: the "
             f"nearest are {', '.join(nearest)}, the default is {AlgorithmSection().loss} (`asyncrl losses` lists all). "

@@ -94,18 +94,24 @@ def step_numbers(
 ) -> dict[str, float]:
     """Returns the number of each statistic, equal on all ranks. `tokens` are those of this rank. A collective.
 
-    The functions of the statistics run in `together`, which raises the error of one rank on all of them. Raises
-    CallRefused if a function fails, or does not return finite values.
+    The functions of the statistics run in `together`, which raises the error of one rank on all of them. They are not
+    called on a rank without a trained token. Raises CallRefused if a function or a reduction fails, or if a function
+    does not return finite values.
     """
     found: dict[str, float] = {}
     for name, statistic in declared.items():
         with together():
             values = _values(name, statistic, replace(tokens, statistics=dict(found)))
-        found[name] = statistic.reduction(values, reduce)
+        try:
+            found[name] = statistic.reduction(values, reduce)
+        except TypeError as error:  # such as `quantile` in place of `quantile(0.9)`
+            raise CallRefused(f"the reduction of the statistic {name!r} failed: {describe_error(error)}") from error
     return found
 
 
 def _values(name: str, statistic: StepStatistic, tokens: StepTokens) -> torch.Tensor:
+    if not tokens.advantages.numel():
+        return torch.zeros(0, dtype=torch.float64)
     try:
         values = torch.as_tensor(statistic.of(tokens)).detach().double()
     except Exception as error:  # a function of the user may raise anything

@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 import ray
 import torch
 
+from asyncrl.algorithms.presets import baseline_of
 from asyncrl.audit.chain import check_kind
 from asyncrl.audit.history import Counterexample, History, NotPossible
 from asyncrl.audit.kept_batches import check_same_settings, kept_batch, kept_steps
 from asyncrl.buffer.records import Lease
 from asyncrl.common.version import Version
+from asyncrl.config.import_path import is_import_path, search_folders
 from asyncrl.config.named_code import untrusted
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
@@ -59,6 +61,8 @@ def steps_replay(history: History, *, trust: bool = False) -> str:
     config = read_config(history.directory)
     if not trust and (refusal := untrusted(config, section="algorithm")):
         raise NotPossible(refusal)
+    named = (config.algorithm.loss_name, baseline_of(config.algorithm))
+    search_folders([Path()], [each for each in named if each is not None and is_import_path(each)])
     batches = [kept_batch(kept, step) for step in history.steps]
     _check_same_conditions(history, config)
     if not Path(config.model.path).is_dir() and cached_files(config.model.path) is None:

@@ -420,8 +420,10 @@ def user_modules(config: Config, roles: Collection[Role]) -> dict[str, str]:
 
 def search_user_modules(config: Config, files: Iterable[Layer]) -> None:
     """Lets this process, and those that it starts, find the user's modules in the folders of the configuration files
-    and in the working directory, if no other place has them."""
-    folders = [file.parent for file in files if isinstance(file, Path)]
+    and in the working directory, if no other place has them. The directory of a run does not count, because another
+    person may have made it."""
+    folders = [Path(file).parent for file in files if not isinstance(file, Mapping)]
+    folders = [folder for folder in folders if not (folder / "run.json").exists()]
     search_folders([*folders, Path()], user_modules(config, tuple(Role)).values())
 
 

@@ -5,6 +5,7 @@ Callables of Python's standard library are refused, under any name: with the opt
 model gives them, many of them run commands or remove files.
 """
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -24,7 +25,7 @@ import msgspec
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from asyncrl.errors import ConfigError
-from asyncrl.user_code import describe_error
+from asyncrl.user_code import USER_FOLDERS, describe_error
 
 OF_SEVERAL_TURNS = ("guess_the_number", "calculator", "key_value_store", "verifiers", "openenv")
 """Built-in environments of several turns."""
@@ -164,17 +165,17 @@ def missing_module(value: str, *, key: str) -> str | None:
 
 def search_folders(folders: Iterable[Path], values: Iterable[str]) -> None:
     """Lets Python find the modules of the import paths `values` in these folders, after all other places, in this
-    process and in those that it starts (PYTHONPATH).
+    process and in those that it starts: importing asyncrl appends them to `sys.path` there. PYTHONPATH would put them
+    before all other places, and the other files of a folder would hide modules of Python or of packages.
 
-    A folder is added only if it has a module that no other place has, so that its other files do not hide modules of
-    Python or of packages. Imports nothing.
+    A folder is added only if it has a module that no other place has. Imports nothing.
     """
     for folder in map(Path.resolve, folders):
         missing = {value.partition(":")[0].partition(".")[0] for value in values if missing_module(value, key="")}
         if not any(PathFinder.find_spec(name, [str(folder)]) for name in missing):
             continue
         sys.path.append(str(folder))
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(folder)]))
+        os.environ[USER_FOLDERS] = os.pathsep.join(filter(None, [os.environ.get(USER_FOLDERS), str(folder)]))
 
 
 def _of_python(value: str, *, key: str, module: str) -> str:
@@ -187,7 +188,7 @@ def _of_python(value: str, *, key: str, module: str) -> str:
 def _not_found(value: str, *, key: str, module: str) -> str:
     return (
         f"{key}: {value!r} cannot be imported, there is no module {module!r}; install it, put it beside the "
-        "configuration file or in the working directory, or put its folder on PYTHONPATH"
+        "configuration file of a new run or in the working directory, or put its folder on PYTHONPATH"
     )
 
 
@@ -249,7 +250,9 @@ def fitting_options(
             f"{key}: {name} needs a value for {', '.join(missing)}, which is missing; add {key}.{missing[0]}"
         )
     return {
-        option: _typed(value, known[option].annotation, key=f"{key}.{option}", name=name) if option in known else value
+        option: _typed(value, known[option].annotation, key=f"{key}.{option}", name=name)
+        if option in known and not (value is None and known[option].default is None)
+        else value
         for option, value in options.items()
     }
 
@@ -259,10 +262,10 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     name in one of them is unknown when the program runs."""
     try:
         return inspect.signature(function, eval_str=True)
-    except (TypeError, ValueError):
+    except Exception:  # evaluating an annotation may raise anything
+        with contextlib.suppress(TypeError, ValueError):
+            return inspect.signature(function)
         return None
-    except Exception:  # evaluating an annotation may raise anything, for example NameError
-        return inspect.signature(function)
 
 
 def _typed(value: Any, annotation: Any, *, key: str, name: str) -> Any:
@@ -277,6 +280,8 @@ def _typed(value: Any, annotation: Any, *, key: str, name: str) -> Any:
         return value
     try:
         return adapter.validate_json(text, strict=True)
+    except PydanticUserError:  # a part of the type has no definition yet
+        return value
     except ValidationError as error:
         [first, *_] = error.errors()
         wanted = getattr(annotation, "__name__", None) if isinstance(annotation, type) else str(annotation)

@@ -80,11 +80,11 @@ def step_tokens(loss_fn: LossFunction, updates: Sequence[PlannedUpdate]) -> Step
     parts = [part for update in updates for part in update.parts if trained_mask(part).any()]
 
     def flat(name: str) -> torch.Tensor:
-        found = [torch.zeros(0)]
+        found: list[torch.Tensor] = []
         for part in parts:
             mask, column = trained_mask(part), part[name].cpu()
             found.append((column if column.ndim > 1 else column.unsqueeze(1).expand_as(mask))[mask.cpu()])
-        return torch.cat(found)
+        return torch.cat(found) if found else torch.zeros(0)
 
     current, advantages = flat(CURRENT), flat("advantages")
     if isinstance(loss_fn, ObjectiveLoss):

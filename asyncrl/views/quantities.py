@@ -69,11 +69,16 @@ def held_out(ends: HeldoutEnds) -> str:
 
     >>> held_out(HeldoutEnds(first=0.5, first_step=0)), held_out(HeldoutEnds())
     ('0.500 (step 0)', '–')
+    >>> held_out(HeldoutEnds(first=0.5))  # an earlier version of asyncrl wrote summary.json
+    '0.500'
     >>> held_out(HeldoutEnds(first=0.5, first_step=0, last=0.75, last_step=12))
     '0.500 (step 0) → 0.750 (step 12)'
     """
     known = [(ends.first, ends.first_step), (ends.last, ends.last_step)]
-    return " → ".join(f"{reward:.3f} (step {step})" for reward, step in known if reward is not None) or "–"
+    texts = [
+        f"{reward:.3f}" + ("" if step is None else f" (step {step})") for reward, step in known if reward is not None
+    ]
+    return " → ".join(texts) or "–"
 
 
 def held_out_number(name: str) -> str:

@@ -117,6 +117,17 @@ def test_a_step_without_a_token_has_numbers_too() -> None:
     assert set(found.values()) == {0.0}
 
 
+def test_a_rank_without_a_token_does_not_call_the_functions() -> None:
+    declared = {"largest": StepStatistic(lambda tokens: current(tokens) / current(tokens).max(), mean)}
+    found = on_ranks([[1.0, 4.0], []], lambda own, reduce: step_numbers(declared, tokens=own, reduce=reduce))
+    assert found[0] == found[1] == {"largest": pytest.approx(0.625)}
+
+
+def test_a_reduction_without_its_option_is_refused() -> None:
+    with pytest.raises(CallRefused, match=r"the reduction of the statistic 'x' failed: TypeError: .*quantile"):
+        step_numbers({"x": StepStatistic(current, quantile)}, tokens=tokens_of([1.0]), reduce=alone)  # type: ignore[arg-type]
+
+
 def test_a_statistic_reads_the_numbers_that_were_declared_before_it() -> None:
     declared = {
         "centre": StepStatistic(current, mean),

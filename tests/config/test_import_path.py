@@ -3,6 +3,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from asyncrl.config.import_path import (
     suggest,
 )
 from asyncrl.errors import ConfigError
+from asyncrl.user_code import USER_FOLDERS
 
 
 def test_an_import_path_is_told_from_a_name() -> None:
@@ -149,22 +151,46 @@ def test_the_pages_name_each_built_in_reward() -> None:
 def test_modules_that_no_other_place_has_are_found_in_the_given_folders_also_by_other_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder without such a module is not added, and a module of Python is not hidden by a file of the folder."""
+    """A folder without such a module is not added, and no file of a folder hides a module of Python or of a package."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setenv("PYTHONPATH", "before")
+    monkeypatch.setenv(USER_FOLDERS, "before")
     beside, other, unused = tmp_path / "beside", tmp_path / "other", tmp_path / "unused"
-    for folder, module in ((beside, "found_beside"), (other, "found_beside"), (other, "found_other"), (unused, "json")):
+    for folder, module in (
+        (beside, "found_beside"),
+        (other, "found_beside"),
+        (other, "found_other"),
+        (other, "json"),
+        (other, "msgspec"),
+        (unused, "json"),
+    ):
         folder.mkdir(exist_ok=True)
         (folder / f"{module}.py").write_text(f"def where():\n    return {folder.name!r}\n")
     values = ["found_beside:where", "found_other:where", "json:loads", "no_such_module:f"]
     search_folders([unused, beside, other], values)
-    assert os.environ["PYTHONPATH"] == os.pathsep.join(["before", str(beside), str(other)])
+    assert os.environ[USER_FOLDERS] == os.pathsep.join(["before", str(beside), str(other)])
     assert sys.path[-2:] == [str(beside), str(other)]
     assert resolve("found_beside:where", key="k")() == "beside"
     assert resolve("found_other:where", key="k")() == "other"
     search_folders([beside, other], values)
     assert sys.path.count(str(beside)) == 1
-    code = "import found_other, json; print(found_other.where(), json.__file__)"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.startswith("other ")
-    assert "unused" not in printed
+    code = "import asyncrl, found_other, json, msgspec; print(found_other.where(), json.__file__, msgspec.__file__)"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.startswith("other ")
+    assert str(tmp_path) not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from __future__ import annotations\n\ndef f(rows: callable | None = None, cap: float = 1.0): return cap",
+        "def f(rows: 'list[Undefined]' = (), cap=1.0): return cap",
+        "def f(cap: list['Undefined'] = 1.0): return cap",
+        "def f(cap: float = 1.0, size: int = None): return cap",
+    ],
+)
+def test_annotations_that_cannot_be_judged_judge_nothing(source: str) -> None:
+    made: dict[str, Any] = {}
+    exec(compile(source, "made", "exec", dont_inherit=True), made)
+    options = {"cap": 2.0} | ({"size": None} if "size" in source else {})
+    assert call_with_options(made["f"], options, key="k") == 2.0

@@ -212,6 +212,7 @@ NO_DATA_WHEN_HEALTHY = {
     "flow / Model FLOPs utilisation / A": "the peak of a CPU is unknown",
     "flow / Model FLOPs utilisation / B": "the peak of a CPU is unknown",
     "flow / Time of a broadcast / A": "weights do not travel by broadcast",
+    "flow / Mirror / A": "the run has no mirror",
     **{f"flow / {panel} / {query}": "there are no agents" for panel, query in OF_AGENTS},
     "learning / Reward by component / A": "the reward is one number",
     "learning / Reward by part / A": "there is no mixture",
@@ -219,6 +220,7 @@ NO_DATA_WHEN_HEALTHY = {
     "learning / KL to the reference / A": "the objective does not use the reference",
     WITNESSED["bounds"]: "the objective has no bound that depends on the whole step",
     "learning / Memory of the learner's fullest GPU / A": "the ranks have no GPU",
+    "AsyncrlMirrorBehind": "the run has no mirror",
     "AsyncrlWorkerOutOfMemory": "Ray creates this series when it ends the first worker",
 }
 

@@ -137,10 +137,8 @@ def test_a_witnessed_step_trains_as_another_one_and_skips_what_is_not_finite(pla
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_with_a_learning_rate_of_0_the_weights_stay_and_all_checks_pass(
-    results: dict[int, dict[str, Any]], world: int
-) -> None:
-    for same, has_gradient, rate, findings in results[world]["fixed"]:
+def test_with_a_learning_rate_of_0_the_weights_stay_and_all_checks_pass(planted: Results, world: int) -> None:
+    for same, has_gradient, rate, findings in planted(world)["fixed"]:
         assert (same, has_gradient, rate) == (True, True, 0.0)
         assert set(findings) >= {"counts", "rows", "advantages", "coefficients", "gradient", "optimizer", "frozen"}
         assert all(finding.ratio < 0.7 for finding in findings.values())

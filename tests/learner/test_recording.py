@@ -67,6 +67,7 @@ NOT_OF_A_STEP = {
     *(f"learner_witness_{check}_ratio" for check in WITNESSED),  # only in steps that are witnessed
     *("weight_parity_ratio", "weight_parity_nats", "rows_outstanding", "learner_heldout_reward_mean"),
     *("checkpoint_interval_versions", "checkpoint_policy_version", "checkpoint_last_success_timestamp_seconds"),
+    "mirror_last_success_timestamp_seconds",
     *("heartbeat_timestamp_seconds", "deadline_seconds"),
     *("run_incarnation", "run_restarts", "run_resumed_timestamp_seconds"),
 }
