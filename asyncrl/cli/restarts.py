@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import NoReturn
 
 from asyncrl.parent_death import die_with
@@ -48,22 +49,30 @@ def earlier_end() -> str:
     return _earlier_end
 
 
-_begun = mmap.mmap(-1, 1)
-"""1 after `mark_begun`. The memory is shared with the processes that are forked later, so it outlives the child."""
+_begun = mmap.mmap(-1, 2**16)
+"""The path of the run's directory after `mark_begun`, else zeros. The memory is shared with the processes that are
+forked later, so it outlives the child."""
 _on_purpose = mmap.mmap(-1, 1)
 """1 after `ends_on_purpose`. The parent reads it after the child has ended."""
 _asked = mmap.mmap(-1, 1)
 """1 after `asked_to_end`. The parent reads it after the child has ended."""
 
 
-def mark_begun() -> None:
-    """Records that this command has begun or resumed its run. The next processes of the command resume that run."""
-    _begun[0] = 1
+def mark_begun(directory: Path) -> None:
+    """Records that this command has begun or resumed its run in `directory`. The next processes of the command resume
+    that run."""
+    _begun[:] = os.fsencode(directory).ljust(len(_begun), b"\0")
 
 
 def begun_before() -> bool:
     """Returns whether an earlier process of this command has begun or resumed the run."""
-    return bool(restarts() and _begun[0])
+    return begun_directory() is not None
+
+
+def begun_directory() -> Path | None:
+    """Returns the directory of the run that an earlier process of this command has begun or resumed; None if there is
+    none. The path is the one that `mark_begun` got."""
+    return Path(os.fsdecode(_begun[:].rstrip(b"\0"))) if restarts() and _begun[0] else None
 
 
 def ends_on_purpose() -> None:

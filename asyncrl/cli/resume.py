@@ -8,7 +8,7 @@ import typer
 
 from asyncrl.cli.options import AllowPublic, Overrides, Trust, again, at_option
 from asyncrl.cli.preflight import prepared
-from asyncrl.cli.restarts import begun_before
+from asyncrl.cli.restarts import begun_directory
 from asyncrl.cli.start import run_in_terminal
 from asyncrl.config.load import load_config
 from asyncrl.config.named_code import untrusted
@@ -55,8 +55,12 @@ def resume(
     """
     step = None if at is None else step_of(at)
     mirror = run if is_url(run) else None
-    directory = existing_run(Path(run)) if mirror is None else fetched(mirror, overrides, step=step)
-    directory = directory if directory.name else directory.resolve()
+    begun = begun_directory()
+    if begun is not None:
+        directory = begun  # without a question to the storage, which may not answer now
+    else:
+        directory = existing_run(Path(run)) if mirror is None else fetched(mirror, overrides, step=step)
+        directory = directory if directory.name else directory.resolve()
     saved = saved_config(directory)
     check_recorded(directory, saved)
     # The directory may have been moved since the run wrote its configuration.
@@ -76,7 +80,7 @@ def resume(
     command = again("up", [saved], [], allow_public=allow_public)
     # If a process of this command has gone back to --at and has died, the restarted process continues from the newest
     # checkpoint, which the dead process may have saved.
-    choose = partial(chosen_checkpoint, step=None if begun_before() else step)
+    choose = partial(chosen_checkpoint, step=step if begun is None else None)
     run_in_terminal(config, prompts, command="up", address=config.ray.address, choose=choose, again=command)
 
 

@@ -251,7 +251,7 @@ def reported_run(config: Config, *, role: str, choose: Choice = unfinished_run) 
         after.enter_context(log_to(run_dir.log_path(role, 0)))
         after.enter_context(mirrored(config, run_dir))
         after.callback(_write_report, run_dir.path)
-        restarts.mark_begun()
+        restarts.mark_begun(run_dir.path)
         yield run_dir
 
 

@@ -4,8 +4,8 @@ Another person may have made the mirror, so it is read like a run directory that
 below the new directory, under a name with which a record or a file of a checkpoint may begin, and has a largest size.
 Links and other entries are not read. A checkpoint is used after all of its files were compared with its manifest.
 
-The run gets its directory in one step, when all of its files are there. A fetch that was killed leaves a folder whose
-name begins with a dot, which the next fetch removes.
+The run gets its directory in one step, when all of its files are there. A fetch that was killed leaves a folder
+`.NAME.….fetched` beside it, which may be deleted.
 """
 
 import contextlib
@@ -19,16 +19,19 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from asyncrl.checkpoints.directory import CHECKPOINTS, MANIFEST, RunManifest, folder_of, verified
+from asyncrl.checkpoints.directory import CHECKPOINTS, MANIFEST, RunManifest, complete_steps, folder_of, verified
 from asyncrl.common.version import Lineage
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment.known_runs import RUNS
 from asyncrl.deployment.mirror import (
-    CHECKPOINT_NAME,
+    OWNER,
     RECORDS,
+    WRITERS,
+    Owner,
     Store,
+    complete_names,
     lineage_of,
     step_of_name,
     url_problem,
@@ -73,10 +76,14 @@ def fetched(url: str, overrides: Sequence[str], *, step: int | None) -> Path:
             _check_same(store, directory)
             return directory
         with _staging(directory) as staging:
+            owner = store.read(OWNER)  # first: if another process takes the mirror meanwhile, this directory is refused
+            if owner is not None:
+                writers = [msgspec.json.decode(owner, type=Owner).process]
+                (staging / WRITERS).write_bytes(msgspec.json.encode(writers))
             there = store.sizes()
             _fetch_checkpoint(store, there, staging, step=step)
             _fetch_records(store, there, staging)
-            staging.rename(directory)
+            _publish(staging, directory)
         return directory
     except AsyncRLError:
         raise
@@ -99,7 +106,8 @@ def _config(store: Store, overrides: Sequence[str]) -> Config:
 
 
 def _check_same(store: Store, directory: Path) -> None:
-    """Raises RunError unless `directory` has the mirrored run, and everything that the mirror has of it."""
+    """Raises RunError if `directory` has another run than the mirror, or if the mirror is ahead of it: with an
+    incarnation that the directory lacks, or, in the same incarnation, with a later checkpoint."""
     here, there = known_info(directory), msgspec.json.decode(store.read("run.json") or b"", type=RunInfo)
     if here is None or here.nonce != there.nonce:
         raise RunError(
@@ -113,19 +121,41 @@ def _check_same(store: Store, directory: Path) -> None:
             f"{mirrored.incarnation}, and here it is at incarnation {lineage.incarnation}. Move the directory away, "
             "and give this command again"
         )
+    if mirrored != lineage:
+        return
+    steps = complete_steps(directory / CHECKPOINTS)
+    for name in _newest_first(store.sizes()):
+        if step_of_name(name) <= max(steps, default=-1):
+            return
+        with contextlib.suppress(*_DAMAGED):
+            if lineage.has(_manifest(store, name).version):
+                raise RunError(
+                    f"{directory} is older than {store.url}, which has a checkpoint of step {step_of_name(name)}: move "
+                    "the directory away, and give this command again"
+                )
 
 
 @contextlib.contextmanager
 def _staging(directory: Path) -> Iterator[Path]:
     """Yields an empty folder beside `directory`, and removes what is left of it. The name of a run cannot begin with a
     dot, so it is not the directory of another run."""
-    staging = directory.parent / f".{directory.name}.fetched"
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True, mode=0o700)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".fetched", dir=directory.parent))
     try:
         yield staging
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _publish(staging: Path, directory: Path) -> None:
+    """Gives the fetched run its directory. Raises RunError if another process has made it meanwhile."""
+    try:
+        staging.rename(directory)
+    except OSError as error:
+        raise RunError(
+            f"{directory} cannot be made ({error.strerror}), e.g. because the run was fetched twice at once: give this "
+            "command again"
+        ) from error
 
 
 def _fetch_checkpoint(store: Store, there: dict[str, int], staging: Path, *, step: int | None) -> None:
@@ -156,9 +186,7 @@ def _fetch_checkpoint(store: Store, there: dict[str, int], staging: Path, *, ste
 
 def _newest_first(there: dict[str, int]) -> list[str]:
     """Returns the names of the complete checkpoints of a mirror, from the last step to the first one."""
-    parts = [name.split("/") for name in there if name.endswith(f"/{COMPLETE}")]
-    complete = {each[1] for each in parts if len(each) == 3 and each[0] == CHECKPOINTS}
-    return sorted(filter(CHECKPOINT_NAME.fullmatch, complete), key=step_of_name, reverse=True)
+    return sorted(complete_names(there), key=step_of_name, reverse=True)
 
 
 def _manifest(store: Store, name: str) -> RunManifest:

@@ -13,7 +13,9 @@ waits for it. A pass of the thread keeps these invariants, also if the process i
   checkpoint, and `latest.json` names it after that.
 - A file below checkpoints/ never changes, because its folder is named after the checksums of all of its files. So a
   file of the right size is not sent again.
-- Only one process writes the mirror: the last one that has put its name into `owner.json`.
+- Only one process writes the mirror: the last one that has put its token into `owner.json`. It reads `owner.json`
+  before each file of a checkpoint, and before each group of other files. The directory has the tokens of the processes
+  that have written its mirrors (`WRITERS`), so a directory that another one has overtaken is refused.
 
 The storage must write a file whole or not at all, as object stores do. In a local folder (`file://`), files are written
 beside their place and then renamed.
@@ -21,17 +23,20 @@ beside their place and then renamed.
 
 import contextlib
 import logging
+import os
 import re
 import secrets
+import stat
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import xxhash
 
+from asyncrl.atomic_write import write_atomically
 from asyncrl.checkpoints.directory import CHECKPOINTS, MANIFEST, folders, kept_steps
 from asyncrl.common.version import Lineage
 from asyncrl.complete_directory import COMPLETE
@@ -64,6 +69,8 @@ RECORDS = (
 )
 """Files of the run's directory that are sent besides samples/, audit/ and checkpoints/, in this order."""
 OWNER, SENT, LATEST = "owner.json", "sent.json", "latest.json"
+WRITERS = "mirror.json"
+"""File of the run's directory with the tokens of the processes that have written its mirrors. It is not mirrored."""
 EVERY_S = 60.0
 """Time between two passes."""
 LEAST_SHARE = 20
@@ -106,7 +113,7 @@ def url_problem(url: str) -> str | None:
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """The run (its `nonce`) and the process that write a mirror."""
+    """The run (its `nonce`) and the process (its random token) that write a mirror."""
 
     nonce: str
     process: str
@@ -194,6 +201,10 @@ class Store:
         return f"{self._base}/{name}"
 
 
+class _Interrupted(Exception):
+    """A pass must end before its next write, because the mirror was emptied, or the run has ended."""
+
+
 class Mirror:
     """Sends the directory of the run with this `nonce` and `lineage` to `store`, from `start` to `finish`.
 
@@ -249,7 +260,17 @@ class Mirror:
         self._ending.set()
         self._thread.join(within_s)
         self._over.set()
-        if self._refusal is None and (missing := self._missing()):
+        try:
+            missing = "" if self._refusal is not None else self._missing()
+        except Exception as error:  # the run itself has ended well
+            logger.error(
+                "run.mirror: it is not known whether %s lacks files, because %s: %s",
+                self._store.url,
+                type(error).__name__,
+                error,
+            )
+            return
+        if missing:
             logger.error(
                 "run.mirror: %s lacks %s, because %s. Everything is in %s",
                 self._store.url,
@@ -263,13 +284,16 @@ class Mirror:
         while not self._over.is_set():
             ending = self._ending.is_set()  # before the pass: it then sends everything
             try:
-                self.pass_once()
+                self.pass_once(due_only=not ending)
             except ConfigError as refusal:
                 logger.error("%s", refusal)
                 self._refusal = refusal
                 self._begun.set()
                 return
             except Exception as error:  # each implementation has errors of its own, and training must go on
+                self._begun.set()
+                if self._over.is_set():
+                    return
                 failures += 1
                 self._failed(error, first=failures == 1)
             else:
@@ -277,7 +301,6 @@ class Mirror:
                 failures = 0
                 if ending:
                     return
-            self._begun.set()
             if ending:
                 self._over.wait(RETRY_AT_END_S)
             else:
@@ -303,17 +326,22 @@ class Mirror:
         if again:
             logger.info("run.mirror: %s has everything again", self._store.url)
 
-    def pass_once(self) -> None:
-        """Sends everything that is finished now. Raises ConfigError if another run or process writes the mirror, and
-        the errors of the storage."""
+    def pass_once(self, *, due_only: bool = False) -> None:
+        """Sends everything that is finished now. With `due_only`, records are left out if they were sent recently
+        (`LEAST_SHARE`) and no checkpoint is to be sent.
+
+        Raises ConfigError if another run or process writes the mirror, and the errors of the storage.
+        """
+        if self._found and not self._has_owner():
+            logger.warning("run.mirror: %s was emptied, so everything is sent there again", self._store.url)
+            self._found = False
         changed = not self._found
-        if self._found:
-            self._check_owner()
-        else:
+        if not self._found:
             self._take()
         # Listed before the records are read, so that the records of all their steps are sent first.
         finished = self._finished()
-        self._send_records()
+        if not due_only or self._due() or not all(self._whole.get(name) for name in finished):
+            self._send_records()
         for name, (step, folder) in finished.items():
             if self._send_checkpoint(name, step, folder):
                 self._name_latest(finished)
@@ -324,37 +352,77 @@ class Mirror:
 
     def _take(self) -> None:
         """Takes the mirror for this process, and finds out what it has."""
-        owner = self._read_owner()
-        if owner is not None and owner.nonce != self._owner.nonce:
-            raise ConfigError(
-                f"run.mirror = {self._store.url}: another run is mirrored there, with the nonce {owner.nonce!a}, and "
-                f"this one has {self._owner.nonce!r}. To continue that run here: asyncrl resume {self._store.url}. "
-                "Otherwise name another URL, or empty this one"
-            )
-        lineage = lineage_of(self._store)
-        if lineage != self._lineage and not self._lineage.continues(lineage):
-            raise ConfigError(
-                f"run.mirror = {self._store.url}: the run was resumed elsewhere, as incarnation {lineage.incarnation}, "
-                f"and {self._path} lacks what it has trained there. Move this directory away, and continue the run "
-                f"with asyncrl resume {self._store.url}. Otherwise set run.mirror to another URL"
-            )
+        self._sent, self._latest, self._records_s = {}, None, -float("inf")
+        self._seen.clear()
+        owner, writers = self._read_owner(), self._writers()
+        known = owner is None or (owner.nonce == self._owner.nonce and owner.process in writers)
+        if known or complete_names(self._store.sizes(CHECKPOINTS)):
+            self._check_run(owner, known=known)
+        else:  # of a run that died before its first checkpoint was sent
+            for name in (*RECORDS, SAMPLES, AUDIT, CHECKPOINTS, SENT, LATEST):
+                self._store.remove(name)
+        # Before owner.json, so that a process that is killed between them leaves a directory that knows the mirror.
+        if self._owner.process not in writers:
+            write_atomically(self._path / WRITERS, msgspec.json.encode([*writers, self._owner.process]))
         self._store.write(OWNER, msgspec.json.encode(self._owner))
         there = self._store.sizes()
         parts = [name.split("/") for name in there if name.startswith(f"{CHECKPOINTS}/")]
-        known = {name[1] for name in parts if len(name) > 2 and CHECKPOINT_NAME.fullmatch(name[1])}
-        self._whole = {name: f"{CHECKPOINTS}/{name}/{COMPLETE}" in there for name in known}
+        names = {name[1] for name in parts if len(name) > 2 and CHECKPOINT_NAME.fullmatch(name[1])}
+        self._whole = {name: f"{CHECKPOINTS}/{name}/{COMPLETE}" in there for name in names}
         with contextlib.suppress(*UNREADABLE):
             sent = msgspec.json.decode(self._store.read(SENT) or b"{}", type=dict[str, Sent])
             self._sent = {name: record for name, record in sent.items() if there.get(name) == record.nbytes}
         self._found = True
+        self._begun.set()
+
+    def _check_run(self, owner: Owner | None, *, known: bool) -> None:
+        """Raises ConfigError if the mirror is of another run, or the run was continued elsewhere. `known` says whether
+        the directory has the owner's token."""
+        url = self._store.url
+        if owner is not None and owner.nonce != self._owner.nonce:
+            raise ConfigError(
+                f"run.mirror = {url}: another run is mirrored there, with the nonce {owner.nonce!a}, and this one has "
+                f"{self._owner.nonce!r}. To continue that run here: asyncrl resume {url}. Otherwise name another URL, "
+                "or empty this one"
+            )
+        lineage = lineage_of(self._store)
+        if lineage != self._lineage and not self._lineage.continues(lineage):
+            raise ConfigError(
+                f"run.mirror = {url}: the run was resumed elsewhere, as incarnation {lineage.incarnation}, and "
+                f"{self._path} lacks what it has trained there. Move this directory away, and continue the run with "
+                f"asyncrl resume {url}. Otherwise set run.mirror to another URL"
+            )
+        if not known:
+            raise ConfigError(
+                f"run.mirror = {url}: the run was continued elsewhere, because a process has written the mirror that "
+                f"{self._path / WRITERS} does not know. Move this directory away, and continue the run with asyncrl "
+                f"resume {url}. Otherwise set run.mirror to another URL"
+            )
+
+    def _writers(self) -> list[str]:
+        """Returns the tokens in `WRITERS`. A token is in `owner.json` only from its own start to the next one, so each
+        of them shows that no other directory has written the mirror since."""
+        try:
+            return msgspec.json.decode(read(self._path / WRITERS), type=list[str])
+        except UNREADABLE:
+            return []
 
     def _check_owner(self) -> None:
+        """Raises ConfigError or `_Interrupted` if this process must not write now."""
+        if self._over.is_set():
+            raise _Interrupted("the run has ended")
+        if not self._has_owner():
+            raise _Interrupted(f"{OWNER} is missing, so the mirror was emptied")
+
+    def _has_owner(self) -> bool:
+        """Returns whether the mirror has its `owner.json`. Raises ConfigError if another process has written it."""
         owner = self._read_owner()
         if owner is not None and owner != self._owner:
             raise ConfigError(
                 f"run.mirror = {self._store.url}: another process has taken the mirror, so this run is no longer "
                 "mirrored. If the run was resumed on another machine, end this one with asyncrl down"
             )
+        return owner is not None
 
     def _read_owner(self) -> Owner | None:
         content = self._store.read(OWNER)
@@ -366,8 +434,7 @@ class Mirror:
         """Returns the names of the records that the directory has now, in the order in which they are sent."""
         found = [name for name in RECORDS if (self._path / name).is_file()]
         for folder in (SAMPLES, AUDIT):
-            below = sizes_below(self._path / folder) if (self._path / folder).is_dir() else {}
-            names = [f"{folder}/{name}" for name in below if ".tmp" not in name]
+            names = [name for name in _files_below(self._path / folder, inside=self._path) if ".tmp" not in name]
             # the weights of a version (`audit.keep_weights`) when all of them are there
             complete = {name.removesuffix(COMPLETE) for name in names if name.endswith(f"/{COMPLETE}")}
             ready = [
@@ -378,18 +445,22 @@ class Mirror:
 
     def _send_records(self) -> None:
         """Sends the records that have changed, and removes those that the directory no longer has."""
+        self._check_owner()
         started_s, names = self._clock(), self._records()
         before = dict(self._sent)
         for name in names:
             path = self._path / name
-            with contextlib.suppress(FileNotFoundError):  # it was moved just now
-                found = path.stat()
-                if self._seen.get(name) == (state := (found.st_size, found.st_mtime_ns)):
-                    continue
-                record = Sent(found.st_size, _checksum(path, inside=self._path, most=found.st_size))
+            if (state := _state(path)) is None or self._seen.get(name) == state:
+                continue
+            try:
+                record = Sent(state[0], _checksum(path, inside=self._path, most=state[0]))
                 if self._sent.get(name) != record:
                     self._store.send(path, name)
-                self._sent[name], self._seen[name] = record, state
+            except FileNotFoundError:
+                if path.exists():  # the storage lacks something
+                    raise
+                continue  # the file was moved just now
+            self._sent[name], self._seen[name] = record, state
         for name in self._sent.keys() - names:
             self._remove(name)
             del self._sent[name]
@@ -398,6 +469,9 @@ class Mirror:
             self._store.write(SENT, msgspec.json.encode(self._sent))
         self._records_s = self._clock()
         self._records_wait_s = max(EVERY_S, LEAST_SHARE * (self._records_s - started_s))
+
+    def _due(self) -> bool:
+        return self._clock() - self._records_s >= self._records_wait_s
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -421,8 +495,9 @@ class Mirror:
                 if file == COMPLETE and dict(_named(folder.parent)).get(name) is None:
                     return False
                 if there.get(f"{remote}/{file}") != local[file]:
+                    self._check_owner()
                     self._store.send(folder / file, f"{remote}/{file}")
-                if self._clock() - self._records_s >= self._records_wait_s:
+                if self._due():
                     self._send_records()
         except FileNotFoundError:
             if (folder / COMPLETE).exists():  # it is not the folder that is missing
@@ -437,20 +512,24 @@ class Mirror:
         """Writes the name of the newest checkpoint of the directory that the mirror has whole."""
         newest = max((name for name in finished if self._whole.get(name)), key=step_of_name, default=None)
         if newest is not None and newest != self._latest:
+            self._check_owner()
             self._store.write(LATEST, msgspec.json.encode(Latest(f"{CHECKPOINTS}/{newest}", step_of_name(newest))))
             self._latest = newest
 
     def _delete_old(self, finished: Collection[str]) -> None:
         """Deletes the mirror's checkpoints that the directory no longer has, unless the keep rules keep them: the
-        directory of a run that was resumed from its mirror has only the newest one."""
+        directory of a run that was resumed from its mirror has only the newest one. Of a step that the directory has,
+        other checkpoints are deleted, too, unless they were set aside."""
+        self._check_owner()
         lost = [name for folder in (self._path / CHECKPOINTS).glob("lost-*") for name, _ in _named(folder)]
-        whole = sorted(step_of_name(name) for name, complete in self._whole.items() if complete)
+        whole = sorted({step_of_name(name) for name, complete in self._whole.items() if complete})
         best: list[int] = []
         if self._keep.keep_best:
             evals = read_lines(self._path / "evals.jsonl", EvalRecord)
             ranked = best_first(evals, whole, name=self._keep.best_eval)
             best = [record.step for record in ranked[: self._keep.keep_best]]
-        kept = kept_steps(self._keep, whole, best=best)
+        replaced = {step_of_name(name) for name in finished if self._whole.get(name)}
+        kept = kept_steps(self._keep, whole, best=best) - replaced
         for name in self._whole.keys() - {*finished, *lost}:
             if not (self._whole[name] and step_of_name(name) in kept):
                 # COMPLETE first, so that no reader takes a part of a checkpoint for a whole one
@@ -478,12 +557,20 @@ class Mirror:
 
     def _missing(self) -> str:
         """Returns what the mirror lacks, in words; empty if it has everything. Asks the directory only."""
-        names = [name for name in self._records() if self._seen.get(name) != _state(self._path / name)]
+        states = {name: _state(self._path / name) for name in self._records()}
+        names = [name for name, state in states.items() if state is not None and self._seen.get(name) != state]
         names += [
             f"{CHECKPOINTS}/step-{step}" for name, (step, _) in self._finished().items() if not self._whole.get(name)
         ]
         shown = ", ".join(reversed(names[-3:]))
         return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+
+
+def complete_names(names: Iterable[str]) -> set[str]:
+    """Returns the names of the complete checkpoints among the files of a mirror."""
+    parts = [name.split("/") for name in names if name.endswith(f"/{COMPLETE}")]
+    complete = {each[1] for each in parts if len(each) == 3 and each[0] == CHECKPOINTS}
+    return set(filter(CHECKPOINT_NAME.fullmatch, complete))
 
 
 def lineage_of(store: Store) -> Lineage:
@@ -511,9 +598,28 @@ def step_of_name(name: str) -> int:
     return int(name.split("-")[1])
 
 
-def _state(path: Path) -> tuple[int, int]:
-    found = path.stat()
+def _state(path: Path) -> tuple[int, int] | None:
+    """Returns the size and the time of a file; None if it is gone."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
     return found.st_size, found.st_mtime_ns
+
+
+def _files_below(folder: Path, *, inside: Path) -> Iterator[str]:
+    """Yields the paths relative to `inside` of the files below `folder`. Links and other entries are left out, and so
+    is what vanishes meanwhile."""
+
+    def failed(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    for place, _, files in os.walk(folder, onerror=failed):
+        for path in (Path(place) / name for name in files):
+            with contextlib.suppress(FileNotFoundError):
+                if stat.S_ISREG(path.lstat().st_mode):
+                    yield str(path.relative_to(inside))
 
 
 def _checksum(path: Path, *, inside: Path, most: int) -> str:

@@ -9,6 +9,7 @@
     steps.jsonl  evals.jsonl  failures.json  summary.json  report.html
     data.json            numbers of prompts, and of rows that are left out, by reason
     trackers.json        the runs of the experiment trackers (`asyncrl.metrics.trackers`)
+    mirror.json          which processes have written the run's mirrors (`asyncrl.deployment.mirror`)
     checkpoints/step-N/  from which the run can be resumed
     audit/               what each step trained, for `asyncrl audit` (`asyncrl.learner.audit_records`)
     lineage.json  lost-steps.jsonl  lost-evals.jsonl  samples/lost-<n>/  checkpoints/lost-<n>/
@@ -50,7 +51,7 @@ from asyncrl.common.roles import RunState
 from asyncrl.common.version import Lineage
 from asyncrl.config.load import dump_config
 from asyncrl.config.schema import Config
-from asyncrl.deployment.mirror import Mirror
+from asyncrl.deployment.mirror import WRITERS, Mirror
 from asyncrl.deployment.resuming import SAMPLES, Choice, Resumed, begin_incarnation, lost_folder, unfinished_run
 from asyncrl.errors import CheckpointError, ConfigError, FileRefused, RunLocked
 from asyncrl.generation.shared_memory import boot_id
@@ -86,6 +87,7 @@ OF_EVERY_START = {
     "data.json",
     "report.html",
     AUDIT,
+    WRITERS,
 }
 """Entries that every start creates. A directory with only these entries has no records of a run."""
 

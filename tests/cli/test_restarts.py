@@ -61,14 +61,15 @@ def test_a_process_that_died_or_may_be_mended_is_started_again_until_it_ends_on_
 
 def test_a_process_knows_whether_an_earlier_one_has_begun_the_run() -> None:
     body = """
-from asyncrl.cli.restarts import begun_before, mark_begun
-print(begun_before(), flush=True)
-if restarts() == 1: mark_begun()
+from asyncrl.cli.restarts import begun_directory, mark_begun
+print(begun_directory(), flush=True)
+from pathlib import Path
+if restarts() == 1: mark_begun(Path("runs/a long name")); mark_begun(Path("runs/quick"))
 if restarts() < 2: os.kill(os.getpid(), signal.SIGKILL)
 ends_on_purpose(); sys.exit(0)
 """
     lines, _ = ended(started(body, stderr=subprocess.DEVNULL))
-    assert lines == ["start 0", "False", "start 1", "False", "start 2", "True"]
+    assert lines == ["start 0", "None", "start 1", "None", "start 2", "runs/quick"]
 
 
 @pytest.mark.parametrize(

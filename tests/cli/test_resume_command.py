@@ -83,7 +83,7 @@ def test_a_restart_after_a_process_has_died_does_not_go_back_again(
     started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would lose the steps that were trained since."""
-    monkeypatch.setattr(command, "begun_before", lambda: True)
+    monkeypatch.setattr(command, "begun_directory", lambda: Path("runs/quick"))
     assert runner.invoke(app, ["resume", "quick", "--at", "step-4"]).exit_code == 0
     assert started.choose.keywords == {"step": None}
     assert "resume" in SUPERVISED
@@ -167,6 +167,18 @@ def test_a_run_continues_from_its_mirror_which_needs_no_trust(url: str, started:
     assert started.config.run.dir / started.config.run.name == Path("runs/quick")
     assert (started.config.run.mirror, started.config.learner.total_steps) == (url, 90)
     assert (tmp_path / "runs" / "quick" / "checkpoints" / "step-2" / "COMPLETE").exists()
+
+
+def test_a_restart_of_a_fetched_run_does_not_ask_the_storage(
+    url: str, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A storage that does not answer must not end the run."""
+    shutil.rmtree(tmp_path / "mirror")
+    monkeypatch.setattr(command, "begun_directory", lambda: Path("first/quick"))
+    result = runner.invoke(app, ["resume", url])
+    assert result.exit_code == 0, result.output
+    assert started.config.run.dir / started.config.run.name == Path("first/quick")
+    assert started.config.run.mirror == url
 
 
 def test_a_copy_of_a_mirror_is_its_own_mirror(url: str, started: Started, tmp_path: Path) -> None:

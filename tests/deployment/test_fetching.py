@@ -2,6 +2,7 @@
 
 import logging
 import re
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -119,6 +120,58 @@ def test_a_directory_that_is_older_than_the_mirror_or_of_another_run_is_refused(
         fetched(URL, [f"run.dir={other.path.parent}"], step=None)
 
 
+def test_a_directory_without_the_newest_checkpoint_of_the_mirror_is_refused(first: RunDir) -> None:
+    """The same incarnation may have trained on another machine, to which the directory was copied."""
+    here = [f"run.dir={first.path.parent}"]
+    assert fetched(URL, here, step=None) == first.path
+    shutil.rmtree(first.checkpoints / "step-4")
+    with pytest.raises(RunError, match=r"has a checkpoint of step 4: move the directory away, and give this command"):
+        fetched(URL, here, step=None)
+
+
+def test_a_later_checkpoint_of_lost_weights_does_not_make_the_mirror_newer(first: RunDir, tmp_path: Path) -> None:
+    with RunDir.create(config_in(tmp_path / "first"), choose=partial(chosen_checkpoint, step=2)) as again:
+        mirror_of(again).pass_once()
+    assert {name.split("/")[1][:6] for name in content() if name.startswith("checkpoints/")} == {"step-2", "step-4"}
+    assert fetched(URL, [f"run.dir={first.path.parent}"], step=None) == first.path
+
+
+def test_of_two_machines_that_resume_from_one_checkpoint_the_second_does_not_take_the_mirror(
+    first: RunDir, tmp_path: Path
+) -> None:
+    places = [fetched(URL, [f"run.dir={tmp_path / name}"], step=None) for name in ("a", "b")]
+    with resumed(places[0]) as run, resumed(places[1]) as late:
+        assert run.lineage == late.lineage
+        mirror_of(run).pass_once()
+        before = content()
+        with pytest.raises(ConfigError, match=r"was continued elsewhere.* Move this directory away"):
+            mirror_of(late).pass_once()
+        assert content() == before
+    with resumed(places[0]) as run:
+        mirror_of(run).pass_once()
+    assert content() != before
+
+
+def test_of_two_fetches_at_once_one_gets_the_directory_and_the_other_says_so(
+    first: RunDir, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = MemoryFileSystem._open
+    inner: list[str] = []
+
+    def twice(fs: MemoryFileSystem, path: str, *arguments: object, **named: object) -> object:
+        if path.endswith("policy/weights") and not inner:
+            inner.append("begun")
+            inner.append(str(fetched(URL, [], step=None)))
+        return opened(fs, path, *arguments, **named)
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", twice)
+    with pytest.raises(RunError, match="because the run was fetched twice at once: give this command again"):
+        fetched(URL, [], step=None)
+    assert inner == ["begun", "runs/quick"]
+    assert complete_steps(elsewhere / "runs" / "quick" / "checkpoints") == [4]
+    assert [path.name for path in (elsewhere / "runs").iterdir()] == ["quick"]
+
+
 def test_a_learner_whose_run_went_on_elsewhere_does_not_write_over_it(first: RunDir, tmp_path: Path) -> None:
     with resumed(fetched(URL, [], step=2)) as run:
         mirror_of(run).pass_once()
@@ -163,7 +216,6 @@ def test_a_storage_that_fails_now_ends_the_fetch_and_the_next_one_succeeds(
         with pytest.raises(RunError, match=r"cannot be read \(TimeoutError: no answer\): check the URL, and the keys"):
             fetched(URL, [], step=None)
     assert not (elsewhere / "runs" / "quick").exists()
-    (elsewhere / "runs" / ".quick.fetched").mkdir()  # of a fetch that was killed
     (elsewhere / "runs" / "quick").mkdir()
     assert complete_steps(fetched(URL, [], step=None) / "checkpoints") == [4]
     assert [path.name for path in (elsewhere / "runs").iterdir()] == ["quick"]

@@ -6,7 +6,10 @@ import logging
 import os
 import shutil
 import threading
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -15,7 +18,7 @@ from mirrored_scene import URL, Storage, content, mirror_of, new_run, save, trai
 
 from asyncrl.cli.start import reported_run
 from asyncrl.complete_directory import COMPLETE
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import CheckpointSection, Config
 from asyncrl.deployment import mirror as module
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import ConfigError, RunLocked
@@ -246,6 +249,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_sent_is_not_marked_complete(
 
 def test_the_mirror_of_another_run_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     with new_run(tmp_path / "a", steps=1) as run:
+        save(run, 1)
         mirror_of(run).pass_once()
     before = content()
     with new_run(tmp_path / "b", steps=2) as other:
@@ -266,6 +270,223 @@ def test_a_process_stops_when_another_one_has_taken_the_mirror(tmp_path: Path) -
         with pytest.raises(ConfigError, match="another process has taken the mirror"):
             old.pass_once()
         assert content() == before
+
+
+def test_a_mirror_without_a_checkpoint_is_taken_and_its_old_records_are_removed(tmp_path: Path) -> None:
+    """The first start has died early, so its run cannot be resumed, and has another nonce than the next start."""
+    MemoryFileSystem().pipe_file("/bucket/quick/notes.txt", b"of the user")
+    with new_run(tmp_path / "a", steps=3) as died, new_run(tmp_path / "b", steps=1) as run:
+        old = mirror_of(died)
+        old.pass_once()
+        assert "samples/step-2.jsonl" in content()
+        mirror_of(run).pass_once()
+        found = content()
+        assert [name for name in found if name.startswith("samples/")] == ["samples/step-0.jsonl"]
+        assert found["run.json"] == (run.path / "run.json").read_bytes()
+        assert found["notes.txt"] == b"of the user"
+        with pytest.raises(ConfigError, match="another process has taken the mirror"):
+            old.pass_once()
+        assert content() == found
+
+
+def test_a_process_that_was_killed_while_it_took_the_mirror_can_be_followed(storage: Storage, tmp_path: Path) -> None:
+    with new_run(tmp_path, steps=1) as run:
+        save(run, 1)
+        mirror_of(run).pass_once()
+
+        def killed(at: str, operation: str, name: str) -> None:
+            if name == at:
+                raise KeyboardInterrupt
+
+        for at in ("owner.json", "steps.jsonl"):
+            storage.before = partial(killed, at)
+            train(run, range(1, 2))
+            with pytest.raises(KeyboardInterrupt):
+                mirror_of(run).pass_once()
+        storage.before = lambda operation, name: None
+        mirror_of(run).pass_once()
+        assert content()["steps.jsonl"] == (run.path / "steps.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("at", ["policy/weights", COMPLETE, "latest.json", "steps.jsonl"])
+def test_a_process_that_loses_the_mirror_in_a_pass_writes_nothing_more(
+    at: str, storage: Storage, tmp_path: Path
+) -> None:
+    with new_run(tmp_path, steps=1) as run:
+        save(run, 1)
+        mirror_of(run).pass_once()
+        old = mirror_of(run, keep=1)
+        old.pass_once()
+        train(run, range(1, 3))
+        save(run, 2)
+        save(run, 3)
+
+        def taken(operation: str, name: str) -> None:
+            if name.endswith(at):
+                storage.before = lambda operation, name: None
+                mirror_of(run)._take()
+                storage.written.clear()
+
+        storage.before = taken
+        with pytest.raises(ConfigError, match="another process has taken the mirror"):
+            old.pass_once()
+        left = [name for name in storage.written if "/" not in name or name.startswith("checkpoints/")]
+        assert len({name.split("/")[0] for name in left} & {"checkpoints", "latest.json"}) <= 1
+        assert len([name for name in left if name.startswith("checkpoints/")]) <= 1
+
+
+def test_a_process_that_has_ended_writes_nothing_more(storage: Storage, tmp_path: Path) -> None:
+    with new_run(tmp_path, steps=1) as run:
+        save(run, 1)
+        mirror = mirror_of(run)
+
+        def ended(operation: str, name: str) -> None:
+            if name.startswith("checkpoints/"):
+                mirror._over.set()
+
+        storage.before = ended
+        with pytest.raises(Exception, match="the run has ended"):
+            mirror.pass_once()
+        assert len([name for name in storage.written if name.startswith("checkpoints/")]) == 1
+        assert storage.written[-1].startswith("checkpoints/")
+
+
+def test_a_mirror_that_was_emptied_gets_everything_again(tmp_path: Path) -> None:
+    with new_run(tmp_path, steps=2) as run:
+        save(run, 2)
+        mirror = mirror_of(run)
+        mirror.pass_once()
+        before = content()
+        MemoryFileSystem.store.clear()
+        mirror.pass_once()
+        assert content() == before
+
+
+def test_a_mirror_that_is_emptied_in_a_pass_gets_everything_in_the_next_one(storage: Storage, tmp_path: Path) -> None:
+    with new_run(tmp_path, steps=2) as run:
+        save(run, 2)
+        mirror = mirror_of(run)
+
+        def emptied(operation: str, name: str) -> None:
+            if name.endswith("manifest.json"):
+                storage.before = lambda operation, name: None
+                MemoryFileSystem.store.clear()
+
+        storage.before = emptied
+        with pytest.raises(Exception, match="the mirror was emptied"):
+            mirror.pass_once()
+        mirror.pass_once()
+        assert content()["steps.jsonl"] == (run.path / "steps.jsonl").read_bytes()
+        assert latest()["step"] == 2
+
+
+def test_a_file_that_the_storage_lacks_is_a_failure(storage: Storage, tmp_path: Path) -> None:
+    """For example a bucket that is gone. The record counts as sent only when it is there."""
+
+    def lacking(operation: str, name: str) -> None:
+        if name == "config.yaml":
+            raise FileNotFoundError("NoSuchBucket")
+
+    storage.before = lacking
+    with new_run(tmp_path, steps=1) as run:
+        mirror = mirror_of(run)
+        with pytest.raises(FileNotFoundError):
+            mirror.pass_once()
+        storage.before = lambda operation, name: None
+        mirror.pass_once()
+        assert content()["config.yaml"] == (run.path / "config.yaml").read_bytes()
+
+
+def test_links_are_left_out_and_files_that_vanish_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    walk = os.walk
+
+    def vanishing(folder: Path, **named: Any) -> Iterator[tuple[str, list[str], list[str]]]:
+        for place, folders, files in walk(folder, **named):
+            yield place, folders, [*files, "step-9.jsonl.tmp", "step-8.jsonl"]
+
+    monkeypatch.setattr(os, "walk", vanishing)
+    with new_run(tmp_path, steps=2) as run:
+        (run.path / "samples" / "link").symlink_to("/etc/passwd")
+        (run.path / "samples" / "folder").symlink_to("/etc")
+        mirror = mirror_of(run)
+        mirror.start()
+        mirror.finish(within_s=60)
+    assert {name for name in content() if "samples" in name} == {"samples/step-0.jsonl", "samples/step-1.jsonl"}
+    assert caplog.records == []
+
+
+def test_an_error_while_the_directory_is_compared_at_the_end_does_not_fail_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failed(mirror: object) -> str:
+        raise OSError("stale file handle")
+
+    with new_run(tmp_path, steps=1) as run:
+        mirror = mirror_of(run)
+        mirror.start()
+        monkeypatch.setattr(module.Mirror, "_missing", failed)
+        mirror.finish(within_s=60)
+    assert "it is not known whether memory://bucket/quick lacks files, because OSError: stale file ha" in caplog.text
+
+
+def test_the_run_begins_before_everything_is_sent(storage: Storage, tmp_path: Path) -> None:
+    """Else a directory of many gigabytes would delay the start by the whole time that it may take."""
+    with new_run(tmp_path, steps=1) as run:
+        mirror = mirror_of(run)
+        begun: dict[str, bool] = {}
+        storage.before = lambda operation, name: begun.update({name: mirror._begun.is_set()})
+        mirror.start()
+        mirror.finish(within_s=60)
+    assert begun["owner.json"] is False
+    assert begun["config.yaml"] is True
+
+
+def test_large_records_take_a_small_share_of_the_time(storage: Storage, tmp_path: Path) -> None:
+    now_s = 0.0
+
+    def slow(operation: str, name: str) -> None:
+        nonlocal now_s
+        now_s += 10 if name == "steps.jsonl" else 0
+
+    with new_run(tmp_path, steps=1) as run:
+        mirror = module.Mirror(
+            module.Store(URL), run.path, nonce=run.nonce, lineage=run.lineage, keep=CheckpointSection(),
+            clock=lambda: now_s,
+        )  # fmt: skip
+        storage.before = slow
+        mirror.pass_once(due_only=True)
+        sent: list[bool] = []
+        for after_s, checkpoint, due_only in [
+            (70, 0, True),
+            (140, 0, True),
+            (10, 0, True),
+            (5, 2, True),
+            (5, 0, False),
+        ]:
+            train(run, range(1))
+            if checkpoint:
+                save(run, checkpoint)
+            now_s += after_s
+            storage.written.clear()
+            mirror.pass_once(due_only=due_only)
+            sent.append("steps.jsonl" in storage.written)
+    assert sent == [False, True, False, True, True]
+
+
+def test_a_step_that_was_trained_again_counts_once_and_has_one_checkpoint(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        for step in (10, 20, 30):
+            save(run, step, content=bytes([step]))
+        mirror_of(run, keep=2).pass_once()
+        for step in (10, 20, 30):
+            shutil.rmtree(run.checkpoints / f"step-{step}")
+        save(run, 30, content=b"again", incarnation=2)  # on a machine that has nothing else
+        mirror_of(run, keep=2).pass_once()
+        folders = sorted({name.split("/")[1] for name in content() if name.startswith("checkpoints/")})
+        assert [name.rpartition("-")[0] for name in folders] == ["step-20", "step-30"]
+        assert content()[f"checkpoints/{folders[1]}/policy/weights"] == b"again"
 
 
 def failing(storage: Storage, error: Exception) -> threading.Event:
@@ -317,10 +538,11 @@ def test_the_end_says_what_is_missing(storage: Storage, tmp_path: Path, caplog: 
     with new_run(tmp_path, steps=2) as run:
         save(run, 2)
         mirror = mirror_of(run)
-        mirror.start()
+        mirror.pass_once()
         failing(storage, PermissionError("403"))
         save(run, 4)
         train(run, range(2, 3))
+        mirror.start()
         mirror.finish(within_s=0.2)
     [error] = [record.message for record in caplog.records if record.levelno == logging.ERROR]
     assert error.startswith(
