@@ -72,7 +72,7 @@ def begun_before() -> bool:
 def begun_directory() -> Path | None:
     """Returns the directory of the run that an earlier process of this command has begun or resumed; None if there is
     none. The path is the one that `mark_begun` got."""
-    return Path(os.fsdecode(_begun[:].rstrip(b"\0"))) if restarts() and _begun[0] else None
+    return Path(os.fsdecode(bytes(_begun[:]).rstrip(b"\0"))) if restarts() and _begun[0] else None
 
 
 def ends_on_purpose() -> None:
