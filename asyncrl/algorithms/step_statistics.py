@@ -68,9 +68,9 @@ class StepTokens:
 
 @dataclass(frozen=True, slots=True)
 class StepStatistic:
-    """A number of a whole step. `of` returns one finite value for each of a rank's trained tokens, or for those of them
-    that count. `reduction` makes one number of the values of all ranks. Every token counts once, whatever its mask
-    weighs."""
+    """A number of a whole step. `of` returns one finite value for each trained token of a rank, or for some of them.
+    `reduction` makes one number of the values of all ranks. Each value counts once, also that of a token whose sample
+    mask is between 0 and 1."""
 
     of: Callable[[StepTokens], torch.Tensor]
     reduction: Reduction
@@ -95,8 +95,9 @@ def step_numbers(
     """Returns the number of each statistic, equal on all ranks. `tokens` are those of this rank. A collective.
 
     The functions of the statistics run in `together`, which raises the error of one rank on all of them. They are not
-    called on a rank without a trained token. Raises CallRefused if a function or a reduction fails, or if a function
-    does not return finite values.
+    called on a rank without a trained token. Raises CallRefused if a function fails or does not return finite values,
+    or if a reduction cannot be called. A reduction of your own must not fail on an empty tensor: the other ranks would
+    wait for this one.
     """
     found: dict[str, float] = {}
     for name, statistic in declared.items():
