@@ -30,7 +30,7 @@ train: $(TO_TRAIN) ## installs asyncrl into .venv, and trains the quickstart on 
 # Two workers, each of which runs one test file at a time. The files run in the order of their names, which puts the long
 # ones into the middle, so that both workers have work until the end.
 test: $(STAMP) ## runs the whole test suite: 17 to 27 minutes on two CPU cores
-	$(PYTEST) --numprocesses=2 --no-loadscope-reorder -m "not campaign" $(ARGS)
+	$(PYTEST) --numprocesses=3 --no-loadscope-reorder -m "not campaign" $(ARGS)
 
 durations: ## runs the whole test suite, and writes the seconds of each file to tests/durations.csv
 	$(MAKE) test ARGS="--junitxml=.venv/results.xml"
@@ -62,8 +62,7 @@ processors: $(STAMP) ## runs the tests of numbers with settings that change the 
 
 # The killed runs are added to benchmarks/crash_campaign.jsonl. The planted faults are in tests/campaign/faults.jsonl.
 campaign: mutations processors ## runs weekly and before a release: these two, long runs, random data, planted faults, killed runs: 5 hours
-	$(PYTEST) -m campaign
-	ENGINE_DEATHS="1,0 2,0 2,1 2,2" $(PYTEST) tests/integration/test_engine_ends.py
+	ENGINE_DEATHS="1,0 2,0 2,1 2,2" $(PYTEST) -m campaign
 	$(BIN)/python tests/campaign/run_faults.py
 	$(BIN)/python tests/campaign/run_healthy.py
 	$(BIN)/python benchmarks/data_campaign.py

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from engine_contract import PARITY_NATS
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.campaign, pytest.mark.timeout(600)]
 
 SCENARIO = Path(__file__).parent / "engine_ends_scenario.py"
 CASES = os.environ.get("ENGINE_DEATHS", "").split()
@@ -58,7 +58,6 @@ def test_an_engine_agrees_with_the_trainer_after_every_update(ended: list[dict[s
         assert engine["names"] == ["VLLM::EngineCore", *names]
 
 
-@pytest.mark.campaign
 @pytest.mark.parametrize("number", range(len(CASES)), ids=CASES)
 @pytest.mark.fault("F3")
 def test_the_end_of_each_of_its_processes_is_noticed(number: int, ended: list[dict[str, Any]]) -> None:

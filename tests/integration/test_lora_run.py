@@ -1,43 +1,28 @@
-"""A whole run with an adapter: only adapter bytes travel, it resumes when Ray's head has died, its audit computes every
-step again, and its result can be exported and merged."""
+"""A whole run with an adapter: it resumes when Ray's head has died, and its audit computes every step again."""
 
 import json
 import os
-import re
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from conftest import QUICKSTART, Run, in_this_process, small_overrides
+from conftest import QUICKSTART, Run, small_overrides
 from kills import kill
-from peft import PeftModel
-from safetensors import safe_open
-from transformers import AutoModelForCausalLM
 
 from asyncrl.cli.restarts import PREEMPTED
 from asyncrl.complete_directory import COMPLETE
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.campaign]
 
 NAME = "lora"
-RANK = 4
 IMPORTS = {"PYTHONPATH": os.pathsep.join(sys.path)}
-ROWS = torch.tensor([[20, 41, 42, 43, 30, 31, 32]])
-DELIVERED = re.compile(r"weights \S+ are delivered: (\d+) of (\d+) bytes were sent")
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:
     path = run / "steps.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model.eval()(input_ids=ROWS).logits
-    return found
 
 
 @pytest.mark.fault("F39")
@@ -51,7 +36,7 @@ def test_a_run_with_an_adapter_whose_ray_loses_its_head_starts_ray_again_and_goe
         *small_overrides(model_path),
         f"run.name={NAME}",
         f"run.dir={tmp_path}",
-        f"model.lora={{rank: {RANK}, alpha: 8}}",
+        "model.lora={rank: 4, alpha: 8}",
         "learner.ranks=2",
         "learner.batching=packed",
         "generator.top_k=8",
@@ -88,14 +73,6 @@ def test_a_run_with_an_adapter_whose_ray_loses_its_head_starts_ray_again_and_goe
     assert [step["step"] for step in steps] == list(range(len(steps)))
     assert all(0 <= step["staleness_max"] <= 2 for step in steps if "staleness_max" in step)
 
-    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    layers = [module for module in base.modules() if isinstance(module, torch.nn.Linear)]
-    head = base.get_output_embeddings()
-    values = sum(RANK * (layer.in_features + layer.out_features) for layer in layers if layer is not head)
-    logged = "".join(path.read_text(errors="replace") for path in (run / "logs").rglob("*") if path.is_file())
-    delivered = {tuple(map(int, found)) for found in DELIVERED.findall(logged + command.output())}
-    assert delivered == {(4 * values, 4 * values)}, "the bytes that travel are not those of the adapter"
-
     audit = run_command("audit", str(run), **IMPORTS)
     assert audit.wait(300) == 0, audit.output()
     assert f"{len(steps)} steps follow each other" in audit.output()
@@ -104,16 +81,3 @@ def test_a_run_with_an_adapter_whose_ray_loses_its_head_starts_ray_again_and_goe
     refused = run_command("resume", str(run), "--trust", "model.lora.alpha=16", **IMPORTS)
     assert refused.wait(120) == 2
     assert "model.lora.alpha" in refused.output()
-
-    adapter, whole = tmp_path / "adapter", tmp_path / "whole"
-    in_this_process("export", str(run), str(adapter))
-    in_this_process("export", str(run), str(whole), "--merge")
-    with safe_open(adapter / "adapter_model.safetensors", framework="pt") as file:
-        names = [*file.keys()]
-        assert sum(file.get_tensor(name).numel() for name in names) == values
-    assert not (tmp_path / "whole.adapter").exists()
-    assert len({file.stat().st_mode for file in whole.iterdir()}) == 1, "the files have different permissions"
-    plain = logits(base)
-    adapted = logits(PeftModel.from_pretrained(base, str(adapter)))
-    assert not torch.equal(adapted, plain), "the run has trained nothing"
-    assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)), adapted, atol=1e-4)

@@ -1,16 +1,21 @@
 """A run of two recipes as parts of a mixture: conversations from a parquet file with two rewards, and agents that
 answer questions with a tool through two client packages. Learner and generator are commands of their own, on a Ray of
-two nodes. Real Ray, vLLM, gateway and FSDP2."""
+two nodes. An adapter is trained, and only its bytes travel. Real Ray, vLLM, gateway and FSDP2."""
 
 import json
 import os
+import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 import yaml
 from chat_models import write_conversations
 from conftest import REPOSITORY, Command, engines_of, in_this_process
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
 from two_clients import client_of
 from two_nodes import CONTROL_ACTORS, PLACEMENT, pools_of, two_nodes
 
@@ -25,6 +30,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 AGENTS = REPOSITORY / "configs" / "agents"
 STEPS = 3
 GROUPS_PER_STEP, GROUP_SIZE = 8, 4
+ADAPTER_RANK = 4
+ROWS = torch.tensor([[20, 41, 42, 43, 30, 31, 32]])
+DELIVERED = re.compile(r"weights \S+ are delivered: (\d+) of (\d+) bytes were sent")
 TINY = [
     "model.tiny.layers=2",
     "model.tiny.hidden_size=64",
@@ -38,9 +46,11 @@ SEARCH_PATH = (AGENTS, Path(__file__).parent, os.environ.get("PYTHONPATH", ""))
 
 
 class MixtureRun(NamedTuple):
-    """The directory of a run that has ended in order, and the pools of the nodes on which its actors were, by class."""
+    """The directory of a run that has ended in order, its first model, and the pools of the nodes on which its actors
+    were, by class."""
 
     path: Path
+    model: Path
     placed: dict[str, list[str]]
 
 
@@ -72,6 +82,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> MixtureRun:
         "run.name=mixture",
         f"model.path={folder / 'model'}",
         "model.tiny=null",
+        f"model.lora={{rank: {ADAPTER_RANK}, alpha: 8}}",
         f"data.mixture={json.dumps([chat, agents])}",
         "data.max_prompt_tokens=150",
         "generator.max_concurrent_groups=4",
@@ -111,7 +122,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> MixtureRun:
             for command in commands:
                 command.end()
     assert "environment.score_workers = 2: the agents of a group run in one process" in generator.output()
-    return MixtureRun(run, placed)
+    return MixtureRun(run, folder / "model", placed)
 
 
 @pytest.fixture
@@ -187,3 +198,31 @@ def test_each_evaluation_has_all_sets_and_agents_answer_held_out_questions_too(r
         assert (evaluation.prompts, evaluation.samples, evaluation.pass_at.keys()) == (8, 2, {1, 2})
     assert {each.non_greedy_tokens for each in exact} == {0}, "one completion is greedy"
     assert {each.non_greedy_tokens for each in evaluations} == {None}
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=ROWS).logits
+    return found
+
+
+def test_only_the_adapter_travels_and_it_can_be_exported_and_merged(mixture: MixtureRun, tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(mixture.model, dtype=torch.float32)
+    layers = [module for module in base.modules() if isinstance(module, torch.nn.Linear)]
+    head = base.get_output_embeddings()
+    values = sum(ADAPTER_RANK * (layer.in_features + layer.out_features) for layer in layers if layer is not head)
+    files = [mixture.path.parents[1] / "learner.log", *(mixture.path / "logs").rglob("*")]
+    logged = "".join(path.read_text(errors="replace") for path in files if path.is_file())
+    assert {tuple(map(int, found)) for found in DELIVERED.findall(logged)} == {(4 * values, 4 * values)}
+
+    adapter, whole = tmp_path / "adapter", tmp_path / "whole"
+    in_this_process("export", str(mixture.path), str(adapter))
+    in_this_process("export", str(mixture.path), str(whole), "--merge")
+    with safe_open(adapter / "adapter_model.safetensors", framework="pt") as file:
+        assert sum(file.get_tensor(name).numel() for name in [*file.keys()]) == values
+    assert not (tmp_path / "whole.adapter").exists()
+    assert len({file.stat().st_mode for file in whole.iterdir()}) == 1, "the files have different permissions"
+    plain = logits(base)
+    adapted = logits(PeftModel.from_pretrained(base, str(adapter)))
+    assert not torch.equal(adapted, plain), "the run has trained nothing"
+    assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)), adapted, atol=1e-4)
