@@ -14,6 +14,7 @@ BENCHMARKS = (
     "profile_run.py",
     "simulated_fleet.py",
     "simulated_pools.py",
+    "sweep_study.py",
 )
 
 
