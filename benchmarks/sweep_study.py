@@ -11,6 +11,7 @@ and the charts of the comparison's page to docs/sweep-study.svg.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -72,8 +73,8 @@ def train(folder: Path) -> list[str]:
                     raise TimeoutError(f"the sweep has not ended within {SWEEP_TIMEOUT_S:.0f} s")
                 time.sleep(0.5)  # polls the files of other processes
             code = process.wait()
-        if at is None and code:
-            raise RuntimeError(f"the last command of the sweep ended with exit code {code}")
+        if code != (0 if at is None else -signal.SIGKILL):
+            raise RuntimeError(f"the command of the sweep ended with exit code {code}")
     return said
 
 

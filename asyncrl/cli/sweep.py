@@ -35,7 +35,7 @@ from asyncrl.parent_death import die_with
 from asyncrl.views.quantities import duration
 
 OWN_KEYS = ("run.name", "run.dir", "run.seed")
-"""Settings that a sweep sets for each run."""
+"""Settings that a sweep sets for each run: the folder of its runs is in `run.dir`, and their first seed is `run.seed`."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -62,7 +62,9 @@ class SweptRun(NamedTuple):
 def sweep(
     files: ConfigFiles,
     overrides: Overrides,
-    name: Annotated[str, typer.Option(help="Name of the sweep: its runs are in a folder of this name.")] = "sweep",
+    name: Annotated[
+        str, typer.Option(help="Name of the sweep: its runs are in a folder of this name in run.dir.")
+    ] = "sweep",
     seeds: Annotated[
         int, typer.Option(min=1, help="Runs of each combination, with the seeds run.seed, run.seed + 1 …")
     ] = 1,
@@ -144,8 +146,10 @@ def divided(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[object]
     common, axes = [], dict[str, list[object]]()
     for override in overrides:
         key, _, text = override.partition("=")
-        if key in OWN_KEYS[:2] or (key == OWN_KEYS[2] and "," in text):
-            raise ConfigError(f"{override!r}: a sweep sets {key} for each run; use --name and --seeds")
+        if key == "run.name" or (key in OWN_KEYS and "," in text):
+            raise ConfigError(
+                f"{override!r}: a sweep sets {key} for each run; give it a --name, one run.dir, and --seeds"
+            )
         values = parse_yaml(f"[{text}]", source=f"override {override!r}") if "," in text else None
         if isinstance(values, list) and len(values) > 1:
             axes[key] = values

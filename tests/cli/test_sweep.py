@@ -40,25 +40,26 @@ def test_an_override_with_commas_lists_values(override: str, values: list[object
 
 
 @pytest.mark.parametrize(
-    "override", ["generator.stop=[a, b]", 'data.system_prompt="Think, then answer."', "run.seed=3"]
+    "override", ["generator.stop=[a, b]", 'data.system_prompt="Think, then answer."', "run.seed=3", "run.dir=there"]
 )
 def test_an_override_of_one_value_is_shared(override: str) -> None:
     assert divided([override]) == ([override], {})
 
 
-@pytest.mark.parametrize("override", ["run.name=a", "run.dir=there", "run.seed=1,2"])
+@pytest.mark.parametrize("override", ["run.name=a", "run.dir=here,there", "run.seed=1,2"])
 def test_settings_of_the_sweep_are_refused(override: str) -> None:
     with pytest.raises(ConfigError, match="use --name and --seeds"):
         divided([override])
 
 
 def test_each_combination_has_a_run_for_each_seed(in_tmp_path: None) -> None:
-    overrides = ["algorithm.loss=tis,opsm", "staleness.max_versions=1,4", "learner.total_steps=37", "run.seed=5"]
+    overrides = ["algorithm.loss=tis,opsm", "staleness.max_versions=1,4", "learner.total_steps=37"]
+    overrides += ["run.dir=there", "run.seed=5"]
     runs = planned(FILES, overrides, name="mine", seeds=2)
     of_each = [(run.config.algorithm.loss, run.config.staleness.max_versions, run.config.run.seed) for run in runs]
     assert of_each == [(loss, limit, seed) for loss in ("tis", "opsm") for limit in (1, 4) for seed in (5, 6)]
     assert {run.config.learner.total_steps for run in runs} == {37}
-    assert runs[0].directory == Path("runs/mine/loss-tis_max_versions-1_seed-5")
+    assert runs[0].directory == Path("there/mine/loss-tis_max_versions-1_seed-5")
     assert len({run.directory for run in runs}) == 8
 
 
