@@ -35,7 +35,7 @@ from asyncrl.parent_death import die_with
 from asyncrl.views.quantities import duration
 
 OWN_KEYS = ("run.name", "run.dir", "run.seed")
-"""Settings that a sweep sets for each run: the folder of its runs is in `run.dir`, and their first seed is `run.seed`."""
+"""Settings that a sweep sets for each run. `run.dir` has the sweep's folder, and `run.seed` is the first seed."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

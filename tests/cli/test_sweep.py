@@ -48,7 +48,7 @@ def test_an_override_of_one_value_is_shared(override: str) -> None:
 
 @pytest.mark.parametrize("override", ["run.name=a", "run.dir=here,there", "run.seed=1,2"])
 def test_settings_of_the_sweep_are_refused(override: str) -> None:
-    with pytest.raises(ConfigError, match="use --name and --seeds"):
+    with pytest.raises(ConfigError, match="give it a --name, one"):
         divided([override])
 
 
