@@ -31,6 +31,7 @@ sys.meta_path[:] = map(Without, sys.meta_path)
 """Python does not find these libraries, which a machine with torch and transformers may lack."""
 
 
+@pytest.mark.campaign
 def test_every_part_runs_without_ray_and_vllm(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(WITHOUT)
     done = subprocess.run(
@@ -103,6 +104,7 @@ def right(size: object) -> Iterator[tuple[str, str]]:
     yield "after", "4"
 
 
+@pytest.mark.campaign
 def test_a_part_that_fails_keeps_its_rows_and_the_other_parts_run() -> None:
     parts = [Part(name, __name__) for name in ("wrong", "ended", "right")]
     assert list(measured(parts, size="cpu-check", timeout_s=120.0)) == [

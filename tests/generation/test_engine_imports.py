@@ -88,17 +88,17 @@ def engine_process() -> list[str]:
     return [compiler, name]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_process_of_an_engine_on_cpus_imports_no_compiler(engine_process: list[str]) -> None:
     assert engine_process[0] == "False"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_process_that_starts_an_engine_on_cpus_imports_no_compiler() -> None:
     assert printed(f"from asyncrl.generation.vllm_engine import preload; preload(); {IMPORT_WORKER}")[-1] == "False"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_an_engine_gets_its_name_if_ray_changes_the_first_variable_of_the_environment(
     engine_process: list[str],
 ) -> None:
