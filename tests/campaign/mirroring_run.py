@@ -31,7 +31,8 @@ def main() -> None:
     keep = CheckpointSection(keep=2)
     mirror.EVERY_S = 0.0
     with RunDir.create(
-        config_in(folder), choose=partial(chosen_checkpoint, step=None) if there else no_checkpoint
+        config_in(folder, learner={"total_steps": 10**6}),
+        choose=partial(chosen_checkpoint, step=None) if there else no_checkpoint,
     ) as run:
         step = run.resumed.step if run.resumed is not None else 0
         sending = Mirror(Store(url), run.path, nonce=run.nonce, lineage=run.lineage, keep=keep)
