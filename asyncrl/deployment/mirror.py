@@ -72,7 +72,9 @@ OWNER, SENT, LATEST = "owner.json", "sent.json", "latest.json"
 WRITERS = "mirror.json"
 """File of the run's directory with the tokens of the processes that have written its mirrors. It is not mirrored."""
 EVERY_S = 60.0
-"""Time between two passes."""
+"""Longest time between two passes."""
+LOOK_S = 2.0
+"""Time between two looks into the run's directory for a checkpoint that is complete and not sent yet."""
 LEAST_SHARE = 20
 """Records are sent again after this multiple of the time that sending them took, if it is longer than `EVERY_S`: large
 records are sent whole, and must not take more than a twentieth of the thread's time."""
@@ -304,7 +306,15 @@ class Mirror:
             if ending:
                 self._over.wait(RETRY_AT_END_S)
             else:
-                self._ending.wait(wait_s(failures))
+                self._wait(failures)
+
+    def _wait(self, failures: int) -> None:
+        """Waits for the time of the next pass or the end of the run. If the last pass did not fail, the next one comes
+        as soon as there is a checkpoint to send."""
+        until_s = self._clock() + wait_s(failures)
+        while (left_s := until_s - self._clock()) > 0 and not self._ending.wait(min(LOOK_S, left_s)):
+            if not failures and not all(self._whole.get(name) for name in self._finished()):
+                return
 
     def _failed(self, error: Exception, *, first: bool) -> None:
         self._error = redacted(f"{type(error).__name__}: {error}")

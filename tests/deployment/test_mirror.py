@@ -529,6 +529,21 @@ def test_a_failure_is_counted_and_said_once_and_tried_again(
     assert storage.threads == {"mirror"}, "all work is in the thread of the mirror"
 
 
+def test_a_checkpoint_is_sent_when_it_is_complete_and_not_with_the_next_records(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    sent = threading.Event()
+    storage.before = lambda operation, name: sent.set() if name == "latest.json" else None
+    with new_run(tmp_path, steps=2) as run:
+        mirror = mirror_of(run)
+        mirror.start()
+        save(run, 2)
+        assert sent.wait(30), "the next pass for records alone comes after a minute"
+        mirror.finish(within_s=60)
+    assert checkpoints() == {"step-2"}
+
+
 def test_the_wait_after_failures_grows_up_to_a_limit() -> None:
     waits = [module.wait_s(failures) for failures in range(9)]
     assert waits == [60, 5, 10, 20, 40, 80, 160, 300, 300]
