@@ -144,12 +144,13 @@ class Store:
 
         self.url = url
         self._in_place = url.startswith(("file://", "local://"))
-        self._fs, base = url_to_fs(url, **({"auto_mkdir": True} if self._in_place else {}))
+        # A cached listing has the version of a file that another process has replaced since: s3fs then cannot read it.
+        options = {"use_listings_cache": False} | ({"auto_mkdir": True} if self._in_place else {})
+        self._fs, base = url_to_fs(url, **options)
         self._base = base.rstrip("/")
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         """Returns the size in bytes of each file below `folder`. Links and other entries are left out."""
-        self._fs.invalidate_cache()
         found = self._fs.find(self._at(folder).rstrip("/"), detail=True).items()
         inside = [(path.removeprefix(self._at("")), info) for path, info in found if path.startswith(self._at(""))]
         return {name: info["size"] for name, info in inside if info["type"] == "file" and not name.endswith(_PART)}
