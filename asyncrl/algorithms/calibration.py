@@ -5,23 +5,38 @@ in.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import msgspec
 import torch
 
-from asyncrl.algorithms.objective import Clamp, Gamma, Gate, Inverse, Objective, Weight, Weighted, reads_effective_share
+from asyncrl.algorithms.objective import (
+    ByCovariance,
+    ChosenByCovariance,
+    Clamp,
+    Gamma,
+    Gate,
+    Inverse,
+    Objective,
+    Weight,
+    Weighted,
+    reads_effective_share,
+)
 from asyncrl.algorithms.step_statistics import (
     Reduce,
     StepStatistic,
     StepTokens,
+    bound_of_largest,
     bound_of_mean,
     cap_of_share,
     effective_share,
+    mean,
     step_numbers,
 )
-from asyncrl.algorithms.token_terms import acts_on
+from asyncrl.algorithms.token_terms import acts_on, covariance_ranks
 
 _SHARE = "effective_share"
+_LOGPROB, _ADVANTAGE = "mean_logprob", "mean_advantage"
 
 
 def objective_statistics(objective: Objective) -> dict[str, StepStatistic]:
@@ -38,17 +53,23 @@ def objective_statistics(objective: Objective) -> dict[str, StepStatistic]:
     }
     if reads_effective_share(objective):
         found[_SHARE] = StepStatistic(lambda tokens: tokens.bounded_ratio("current", "behaviour"), effective_share)
+    if choices := objective.chosen():
+        found[_LOGPROB] = StepStatistic(lambda tokens: tokens.sources["proximal"], mean)
+        found[_ADVANTAGE] = StepStatistic(lambda tokens: tokens.advantages, mean)
+        for place, choice in choices.items():
+            found[place] = StepStatistic(partial(_ranks, choice), bound_of_largest(choice.share))
     return found
 
 
 def needs_calibration(objective: Objective) -> bool:
-    """Returns True if the objective has a bound or a penalty that depends on a statistic of the whole step."""
+    """Returns True if the objective has a bound, a penalty or a choice of tokens that depends on a statistic of the
+    whole step."""
     return bool(objective_statistics(objective))
 
 
 def calibrated(objective: Objective, *, tokens: StepTokens, reduce: Reduce) -> Objective:
-    """Returns the configured `objective`, with the bounds and the β of penalties that depend on the tokens of this step
-    filled in. They are equal on all ranks."""
+    """Returns the configured `objective`, with the bounds, the β of penalties and the choices of tokens that depend on
+    the tokens of this step filled in. They are equal on all ranks."""
     return _filled(objective, step_numbers(objective_statistics(objective), tokens=tokens, reduce=reduce))
 
 
@@ -60,7 +81,12 @@ def _filled(objective: Objective, numbers: Mapping[str, float]) -> Objective:
         msgspec.structs.replace(gate, hi=min(gate.hi, numbers[f"gates.{i}"])) if f"gates.{i}" in numbers else gate
         for i, gate in enumerate(objective.gates)
     )
-    objective = msgspec.structs.replace(objective, weight=weight, gates=gates)
+    penalties = tuple(
+        msgspec.structs.replace(penalty, tokens=_chosen(f"penalties.{i}", penalty.tokens, numbers))
+        for i, penalty in enumerate(objective.penalties)
+    )
+    dropped = _chosen("dropped", objective.dropped, numbers)
+    objective = msgspec.structs.replace(objective, weight=weight, gates=gates, penalties=penalties, dropped=dropped)
     return _with_share(objective, share=numbers[_SHARE]) if _SHARE in numbers else objective
 
 
@@ -82,6 +108,26 @@ def _with_share(objective: Objective, *, share: float) -> Objective:
         if not penalty.ess or share < 1
     )
     return msgspec.structs.replace(objective, surrogate=surrogate, penalties=penalties)
+
+
+def _ranks(choice: ByCovariance, tokens: StepTokens) -> torch.Tensor:
+    advantages, means = tokens.advantages, (tokens.statistics[_LOGPROB], tokens.statistics[_ADVANTAGE])
+    ranks = covariance_ranks(choice, sources=tokens.sources, advantages=advantages, means=means)
+    return ranks.clamp(min=torch.finfo(ranks.dtype).min)  # a value of a statistic must be finite
+
+
+def _chosen(place: str, choice: ByCovariance | None, numbers: Mapping[str, float]) -> ByCovariance | None:
+    if choice is None:
+        return None
+    return ChosenByCovariance(
+        share=choice.share,
+        order=choice.order,
+        lo=choice.lo,
+        hi=choice.hi,
+        mean_logprob=numbers[_LOGPROB],
+        mean_advantage=numbers[_ADVANTAGE],
+        above=numbers[place],
+    )
 
 
 def _bound(gate: Gate, *, budget: float) -> StepStatistic:

@@ -15,10 +15,11 @@ import torch
 
 from asyncrl.algorithms import step_statistics
 from asyncrl.algorithms.axes import all_axes
+from asyncrl.algorithms.calibration import needs_calibration
 from asyncrl.algorithms.checks import NEEDS_CRITIC
 from asyncrl.algorithms.interfaces import RUN_COLUMNS
 from asyncrl.algorithms.loss import interpolated_policy
-from asyncrl.algorithms.objective import Objective, is_corrected, reads_effective_share
+from asyncrl.algorithms.objective import Objective, is_corrected
 from asyncrl.algorithms.presets import DEFAULT_BASELINE, PRESETS
 from asyncrl.algorithms.token_terms import Segments, token_terms
 from asyncrl.config.docs import write_page
@@ -52,7 +53,7 @@ def markdown() -> str:
         for place, example in axis.examples().items()
     }
     corrected = {name: preset for name, preset in PRESETS.items() if is_corrected(preset.objective)}
-    fixed = {name: preset.objective for name, preset in corrected.items() if not _fitted(preset.objective)}
+    fixed = {name: preset.objective for name, preset in corrected.items() if not needs_calibration(preset.objective)}
     return TEMPLATES.get_template("algorithms/losses.md.j2").render(
         axes=axes,
         examples=examples,
@@ -95,12 +96,6 @@ def stale_gradients(objective: Objective, *, advantage: float) -> list[float]:
 
 def main(arguments: Sequence[str]) -> int:
     return write_page(PATH, markdown(), arguments, module="asyncrl.algorithms.docs")
-
-
-def _fitted(objective: Objective) -> bool:
-    """Returns whether a bound is fitted to the tokens of each step, so that a single token has no number."""
-    budgets = [gate.budget for gate in objective.gates]
-    return reads_effective_share(objective) or any(budget is not None for budget in budgets)
 
 
 def _cells(objective: Objective) -> Iterator[str]:

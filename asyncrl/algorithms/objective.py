@@ -11,9 +11,9 @@ token's advantage. The log-probs of three other policies are data:
 
 `current` is lp without its gradient.
 
-S is the surrogate. It sees the ratio u = e^(lp − anchor). W is a detached importance weight, K ∈ {0, 1} are the gates,
-P are the penalties, and a is the aggregation. The aggregation uses counts over the whole optimizer update and all
-ranks. Nothing else divides the loss.
+S is the surrogate. It sees the ratio u = e^(lp − anchor). W is a detached importance weight, K ∈ {0, 1} are the gates
+and `dropped`, P are the penalties, and a is the aggregation. The aggregation uses counts over the whole optimizer
+update and all ranks. Nothing else divides the loss.
 
 Bounds of ratios are ratios (0.8, 1.28, inf), not an ε whose meaning depends on the algorithm. Bounds of divergences are
 in nats. `token_terms.py` and `loss.py` compute the tensors. `presets.py` has the published algorithms as rows of data.
@@ -380,6 +380,47 @@ class Gate(_Axis, frozen=True, kw_only=True):
             )
 
 
+class ByCovariance(_Axis, frozen=True, kw_only=True):
+    """Chooses a share of the step's tokens by their covariance c = (lp − mean lp) · (A − mean A) of log-prob and
+    advantage (2505.22617). lp is the proximal log-prob, and the means are over all trained tokens of the step. The few
+    tokens with a large c lower the entropy most. The choice is made once a step, before its first update. The authors'
+    code makes it anew in each micro-batch.
+
+    ⌊share · N⌋ of the step's N trained tokens are chosen, but at least one, and only such with lo ≤ c ≤ hi. If the last
+    of them and the next token are equal in the order, all tokens that are equal to them are left out.
+
+    Stale tokens: c does not see staleness. They count in the means and in N like fresh ones.
+
+    Example: `algorithm: {loss: decoupled_ppo, overrides: {dropped: {share: 0.0002, order: random, lo: 1.0, hi: 5.0}}}`
+    """
+
+    share: float
+    """The share of the step's trained tokens that is chosen, above 0 and at most 1."""
+    order: Literal["largest", "random"] = "largest"
+    """The order in which tokens are chosen. `largest`: by c, the largest first. `random`: by a hash of the log-prob
+    that the sampler recorded. So the choice does not depend on micro-batches and ranks, and stays the same if the step
+    is computed again."""
+    lo: float = -math.inf
+    """Lower bound of c. A token with a smaller c is not chosen."""
+    hi: float = math.inf
+    """Upper bound of c. A token with a larger c is not chosen."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share is {self.share:g}: a share of the step's tokens must be above 0 and at most 1")
+        if not self.lo < self.hi:
+            raise ValueError(f"bounds of a covariance must satisfy lo < hi, got lo={self.lo}, hi={self.hi}")
+
+
+class ChosenByCovariance(ByCovariance, frozen=True, kw_only=True):
+    """The choice of one step, with the numbers that `calibration.py` has found. A token is chosen if its c, or its
+    hash, is larger than `above`."""
+
+    mean_logprob: float
+    mean_advantage: float
+    above: float
+
+
 class Penalty(_Axis, frozen=True, kw_only=True):
     """β · P, added to every token's loss. Advantages, weights and gates do not change it. d = lp − log q, where lp is
     the token's log-prob and q another policy.
@@ -392,8 +433,9 @@ class Penalty(_Axis, frozen=True, kw_only=True):
 
     beta: float
     """β, above 0."""
-    kind: Literal["k1", "k2", "k3", "k3+", "entropy", "positive_nll"]
+    kind: Literal["k1", "k2", "k3", "k3+", "abs", "entropy", "positive_nll"]
     """The penalty P. `k1`: d. `k2`: d²/2. `k3`: e^(−d) − 1 + d. `k3+`: the value of k3, and the gradient of k2.
+    `abs`: |d|, and 0 up to |d| = 1e-5, which may be rounding.
     `entropy`: −H, where H is the entropy of the next token's distribution. `positive_nll`: −lp of the tokens in rows
     with a reward above 0, divided by the number of these tokens in the whole update, not by the aggregation (VAPO,
     2504.05118, where β is μ = 0.1). It reads the column `rewards`."""
@@ -408,9 +450,16 @@ class Penalty(_Axis, frozen=True, kw_only=True):
     ess: bool = False
     """Multiplies β once a step by 1 − e, where e is the effective share (Σρ)² / (N · Σρ²) of the step's tokens with
     ρ = current/behaviour (P3O, 2605.12380)."""
+    tokens: ByCovariance | None = None
+    """The tokens that have the penalty, or null for all tokens. It cannot be combined with `ess`."""
 
     def __post_init__(self) -> None:
         check_positive("a penalty's beta", self.beta, "; to train without the penalty, remove it")
+        if self.tokens is not None and (self.kind == "positive_nll" or self.ess):
+            raise ValueError(
+                "a penalty with ess, or of kind positive_nll, is computed from all tokens: remove tokens, or ess and "
+                "positive_nll"
+            )
         if self.kind == "positive_nll" and (self.q != "reference" or self.corrected_by != "none"):
             raise ValueError("positive_nll does not compare the policy with another policy: remove q and corrected_by")
 
@@ -463,6 +512,9 @@ class Objective(_Axis, frozen=True, kw_only=True):
     """W, the importance weight of the surrogate, or null for none."""
     gates: tuple[Gate, ...] = ()
     """K, the conditions under which a token keeps its surrogate. An empty list keeps all."""
+    dropped: ByCovariance | None = None
+    """Tokens that lose their surrogate, like those that a gate does not keep, or null for none. They stay in every
+    denominator, and keep their penalties."""
     penalties: tuple[Penalty, ...] = ()
     """P, the terms that are added to the loss without the advantage. An empty list adds nothing."""
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
@@ -521,12 +573,24 @@ class Objective(_Axis, frozen=True, kw_only=True):
                 "proximal is interpolated, but no part of the objective reads the proximal policy: remove proximal"
             )
 
+        if self.chosen() and self.proximal == "interpolated":
+            raise ValueError(
+                "dropped and the tokens of penalties are chosen by the log-probs at the step's start, but proximal is "
+                "interpolated: set proximal to recomputed"
+            )
+
+    def chosen(self) -> dict[str, ByCovariance]:
+        """Returns the choices of tokens by covariance, by the axis that reads them."""
+        found = {"dropped": self.dropped} | {f"penalties.{i}": each.tokens for i, each in enumerate(self.penalties)}
+        return {place: choice for place, choice in found.items() if choice is not None}
+
     def sources(self) -> set[str]:
         """Returns the names of the policies whose log-probs the objective needs, other than the current policy."""
         pairs: list[tuple[str, str]] = [(gate.p, gate.q) for gate in self.gates]
         pairs += [(self.weight.p, self.weight.q)] if self.weight is not None else []
         pairs += [(p.q, p.corrected_by) for p in self.penalties if p.kind not in ("entropy", "positive_nll")]
         pairs += [("current", "behaviour")] if reads_effective_share(self) else []
+        pairs += [("proximal", "behaviour" if c.order == "random" else "none") for c in self.chosen().values()]
         used = {source for pair in pairs for source in pair} - {"current", "none"}
         return used | ({self.anchor} - {"current"} if uses_ratio(self.surrogate) else set())
 
@@ -630,7 +694,7 @@ def inert_in_one_update(objective: Objective) -> list[str]:
     return found + [
         f"penalties[{i}]"
         for i, penalty in enumerate(objective.penalties)
-        if penalty.kind in ("k2", "k3", "k3+") and penalty.q == "proximal"
+        if penalty.kind in ("k2", "k3", "k3+", "abs") and penalty.q == "proximal"
     ]
 
 

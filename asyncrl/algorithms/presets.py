@@ -12,6 +12,7 @@ from asyncrl.algorithms.axis_errors import explained
 from asyncrl.algorithms.baselines import CriticBased, OwnEstimator, advantage_name, resolve_advantage
 from asyncrl.algorithms.objective import (
     Aggregation,
+    ByCovariance,
     Clamp,
     Clipped,
     Gamma,
@@ -333,6 +334,22 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             source="2601.22801",
             use="Several updates a step: a parabola instead of the clip, so that no token loses its gradient.",
             objective=Objective(surrogate=Quadratic(width=0.2), aggregation=SEQUENCE_MEAN),
+            baseline="group_norm",
+        ),
+        "kl_cov": Preset(
+            source="2505.22617",
+            use="Several updates a step: keeps the entropy by holding the few tokens that lower it most at the step's "
+            "start.",
+            objective=Objective(
+                surrogate=Linear(),
+                penalties=(Penalty(beta=1.0, kind="abs", q="proximal", tokens=ByCovariance(share=2e-3)),),
+            ),
+            baseline="group_norm",
+        ),
+        "clip_cov": Preset(
+            source="2505.22617",
+            use="Several updates a step: keeps the entropy by leaving out a few of the tokens that lower it most.",
+            objective=Objective(surrogate=Clipped(), dropped=ByCovariance(share=2e-4, order="random", lo=1.0, hi=5.0)),
             baseline="group_norm",
         ),
         "kimi": Preset(

@@ -168,13 +168,17 @@ def quantile(q: float) -> Reduction:
 
 
 def _quantile(values: torch.Tensor, reduce: Reduce, *, q: float) -> float:
-    """Searches the value of the rank ⌈q · n⌉ among the n values of all ranks, exactly: in 11 rounds, each of which
-    counts the values below 64 candidates."""
-    keys = _ordered((values + 0.0).view(torch.int64)).sort().values
     [count] = _sums(reduce, values.numel())
     if not count:
         return 0.0
-    rank = max(1, math.ceil(q * count * (1 - 1e-12)))  # without the factor, rounding of q · n could add one
+    # without the factor, rounding of q · n could add one
+    return _ranked(values, reduce, rank=max(1, math.ceil(q * count * (1 - 1e-12))))
+
+
+def _ranked(values: torch.Tensor, reduce: Reduce, *, rank: int) -> float:
+    """Searches the value with this rank among the values of all ranks, exactly: in 11 rounds, each of which counts the
+    values below 64 candidates. The smallest value has rank 1."""
+    keys = _ordered((values + 0.0).view(torch.int64)).sort().values
     low, high = -_MAGNITUDE - 1, _MAGNITUDE
     while low < high:
         candidates = sorted({low + (high - low) * step // _GRID for step in range(1, _GRID + 1)})
@@ -187,6 +191,22 @@ def _quantile(values: torch.Tensor, reduce: Reduce, *, q: float) -> float:
 def _ordered(bits: torch.Tensor) -> torch.Tensor:
     """Returns integers in the order of the float64 numbers that have these bits. Applied twice, it returns the bits."""
     return torch.where(bits < 0, bits ^ _MAGNITUDE, bits)
+
+
+def bound_of_largest(share: float) -> Reduction:
+    """Returns the reduction to the bound above which ⌊share · n⌋ of the n values lie, but at least one; −inf if all
+    of them do. It is halfway between the smallest of these values and the next one, so that rounding of a value does
+    not change its side. If the two are equal, neither is above the bound."""
+
+    def reduction(values: torch.Tensor, reduce: Reduce) -> float:
+        [count] = _sums(reduce, values.numel())
+        # without the factor, rounding of share · n could take one away
+        below = int(count) - max(1, math.floor(share * count * (1 + 1e-12)))
+        if below <= 0:
+            return -math.inf
+        return _ranked(values, reduce, rank=below) / 2 + _ranked(values, reduce, rank=below + 1) / 2
+
+    return reduction
 
 
 def bound_of_mean(budget: float) -> Reduction:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from asyncrl.algorithms.objective import (
+    ByCovariance,
+    ChosenByCovariance,
     Clamp,
     Clipped,
     Gamma,
@@ -40,6 +42,9 @@ MAX_FLOAT32_LOG_RATIO = 40.0
 """Limit of a log-ratio in the loss, in nats. A ratio or an unbounded weight above e^40 ≈ 2e17 comes from a broken
 log-prob (F22 in docs/faults.md). It is replaced by e^40, so that a product of two of them still fits float32. A ratio
 at this limit carries no gradient."""
+ROUNDING_NATS = 1e-5
+"""A difference of two log-probs up to this size may be rounding of float32: a log-prob that two passes compute for the
+same weights differs by about 1e-6. The sign of such a difference is not a direction."""
 
 Sources = Mapping[str, torch.Tensor]
 """Log-probs [B, T] by the name of their policy: current, proximal, behaviour, reference."""
@@ -129,12 +134,17 @@ def token_terms(
         push_BT = weight_BT * push_BT
     for gate in objective.gates:
         gated_BT = gated_BT | _gated(gate, fixed=fixed, adv_BT=adv_BT, segments=segments)
+    if objective.dropped is not None:
+        gated_BT = gated_BT | _is_chosen(objective.dropped, fixed=fixed, adv_BT=adv_BT)
     # torch.where instead of a product with 0: the surrogate of a gated token may be inf, and inf · 0 is NaN
     push_BT = loss_BT = inside(torch.where(gated_BT, 0.0, push_BT))
     for penalty in objective.penalties:
         if penalty.kind == "positive_nll":
             continue  # this penalty has its own coefficients: `ObjectiveLoss` adds it
-        loss_BT = loss_BT + penalty.beta * inside(_penalty(penalty, lp_BT=lp_BT, fixed=fixed, entropy_BT=entropy_BT))
+        value_BT = _penalty(penalty, lp_BT=lp_BT, fixed=fixed, entropy_BT=entropy_BT)
+        if penalty.tokens is not None:
+            value_BT = torch.where(_is_chosen(penalty.tokens, fixed=fixed, adv_BT=adv_BT), value_BT, 0.0)
+        loss_BT = loss_BT + penalty.beta * inside(value_BT)
     return TokenTerms(loss_BT=loss_BT, push_BT=push_BT, clipped_BT=clipped_BT & mask_BT, gated_BT=gated_BT & mask_BT)
 
 
@@ -251,6 +261,38 @@ def _gated(gate: Gate, *, fixed: Mapping[str, torch.Tensor], adv_BT: torch.Tenso
     return out_BT & acts_on(gate, advantages=adv_BT, log_ratio=difference_BT)
 
 
+def _is_chosen(choice: ByCovariance, *, fixed: Mapping[str, torch.Tensor], adv_BT: torch.Tensor) -> torch.Tensor:
+    """Returns True for the tokens that are chosen. Without the numbers of the step, no token is."""
+    if not isinstance(choice, ChosenByCovariance):
+        return torch.zeros_like(adv_BT, dtype=torch.bool)
+    means = (choice.mean_logprob, choice.mean_advantage)
+    return covariance_ranks(choice, sources=fixed, advantages=adv_BT, means=means) > choice.above
+
+
+def covariance_ranks(
+    choice: ByCovariance,
+    *,
+    sources: Mapping[str, torch.Tensor],
+    advantages: torch.Tensor,
+    means: tuple[float, float],
+) -> torch.Tensor:
+    """Returns a float64 for each token: tokens with a larger one are chosen first. It is −inf outside the bounds of the
+    covariance. `means` are those of the step's proximal log-probs and of its advantages. All passes compute it from the
+    same columns, so it is equal in each of them to the last bit."""
+    covariance = (sources["proximal"].double() - means[0]) * (advantages.double() - means[1])
+    ranks = covariance if choice.order == "largest" else _hash(sources["behaviour"])
+    return torch.where((covariance >= choice.lo) & (covariance <= choice.hi), ranks, -math.inf)
+
+
+def _hash(values: torch.Tensor) -> torch.Tensor:
+    """Returns a number from 0 to 2³² − 1 that looks random for each value: a permutation of the bits of its float32, of
+    which each bit of the result depends on all (https://github.com/skeeto/hash-prospector)."""
+    bits = (values.float() + 0.0).view(torch.int32).long() & 0xFFFFFFFF  # + 0.0: zero has one sign
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):  # below 2³¹, so that a product fits int64
+        bits = ((bits ^ (bits >> shift)) * factor) & 0xFFFFFFFF
+    return (bits ^ (bits >> 15)).double()
+
+
 def acts_on(gate: Gate, *, advantages: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor:
     """Returns True for the tokens on which the gate acts (`when`). `log_ratio` is log p − log q."""
     if gate.when == "negative_advantage":
@@ -285,6 +327,7 @@ def _penalty(
         value_BT = -entropy_BT
     else:
         difference_BT = lp_BT - fixed[penalty.q]
+        far_BT = difference_BT.abs() > ROUNDING_NATS
         k2_BT = difference_BT.square() / 2
         k3_BT = (-difference_BT).clamp(max=MAX_FLOAT32_LOG_RATIO).exp() - 1 + difference_BT
         value_BT = {
@@ -292,6 +335,7 @@ def _penalty(
             "k2": k2_BT,
             "k3": k3_BT,
             "k3+": k2_BT + (k3_BT - k2_BT).detach(),
+            "abs": torch.where(far_BT, difference_BT.abs(), 0.0),
         }[penalty.kind]
     if penalty.corrected_by == "none":
         return value_BT

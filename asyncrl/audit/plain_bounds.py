@@ -2,9 +2,10 @@
 definitions, with the tokens in one list."""
 
 import math
+from statistics import fmean
 
-from asyncrl.witness.bounds import Tokens, effective_share, ratios_of, sorted_k2
-from asyncrl.witness.objective import Axes
+from asyncrl.witness.bounds import effective_share, first_left_out, ratios_of, sorted_k2
+from asyncrl.witness.objective import Axes, Tokens, covariance_ranks
 
 HALVINGS = 200
 """Number of times that the range is halved in which the cap of a weight is searched."""
@@ -12,7 +13,8 @@ HALVINGS = 200
 
 def with_bounds(axes: Axes, tokens: Tokens) -> Axes:
     """Returns the axes of an objective with the bounds of a step: the budget of a gate (M2PO, 2510.01161), the cap of a
-    weight with `min_ess`, and the effective share of the tokens (P3O, 2605.12380)."""
+    weight with `min_ess`, the effective share of the tokens (P3O, 2605.12380), and the choices of tokens by covariance
+    (2505.22617)."""
     found = {**axes, "gates": [_budgeted(gate, tokens) for gate in axes["gates"]]}
     weight = axes["weight"]
     if weight is not None and weight["min_ess"] is not None:
@@ -26,9 +28,24 @@ def with_bounds(axes: Axes, tokens: Tokens) -> Axes:
         }
         found["surrogate"] = {**axes["surrogate"], **sides}
     found["penalties"] = [
-        {**each, "beta": each["beta"] * (1 - share)} if each["ess"] else each for each in axes["penalties"]
+        {**each, "beta": each["beta"] * (1 - share) if each["ess"] else each["beta"]}
+        | {"tokens": _chosen(each["tokens"], tokens)}
+        for each in axes["penalties"]
     ]
+    found["dropped"] = _chosen(axes["dropped"], tokens)
     return found
+
+
+def _chosen(choice: Axes | None, tokens: Tokens) -> Axes | None:
+    """Returns a choice of tokens by covariance with the means of the step, and with the rank above which tokens are
+    chosen."""
+    if choice is None or not tokens["advantages"]:
+        return choice
+    means = {"mean_logprob": fmean(tokens["proximal"]), "mean_advantage": fmean(tokens["advantages"])}
+    choice = {**choice, **means}
+    left_out = first_left_out(choice, tokens)
+    last = min((rank for rank in covariance_ranks(choice, tokens) if rank > left_out), default=left_out)
+    return {**choice, "above": (left_out + last) / 2}
 
 
 def _budgeted(gate: Axes, tokens: Tokens) -> Axes:

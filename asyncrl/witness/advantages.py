@@ -52,30 +52,22 @@ def of_samples(axes: Axes, samples: Sequence[Scored]) -> list[float]:
         return found
     counts = [float(sample.tokens) if axes["whiten"] == "tokens" else 1.0 for sample in samples]
     whitened = whiten(axes, found, counts)
-    for group in groups:
-        equal = all(_are_equal(rewards, group) for rewards in compared.values())
-        if equal and _compares_groups(axes) and not _is_raw(axes, group):
-            for n in group:
-                whitened[n] = 0.0
-    return whitened
+    equal, raw = equal_groups(axes, samples), {group[0] for group in groups if _is_raw(axes, group)}
+    return [0.0 if equal[n] and n not in raw else value for n, value in enumerate(whitened)]
 
 
 def equal_groups(axes: Axes, samples: Sequence[Scored]) -> list[bool]:
     """Returns True for each sample of a group whose rewards, as the estimator compares them, are all equal. It is False
     for all samples if the estimator does not compare the samples of a group."""
-    found, compared = [False] * len(samples), _compared(axes, samples)
-    for group in _groups(samples) if _compares_groups(axes) else []:
-        for n in group:
-            found[n] = all(_are_equal(rewards, group) for rewards in compared.values())
-    return found
+    groups, compared = _groups(samples), _compared(axes, samples).values()
+    equal = {n for group in groups if all(_are_equal(rewards, group) for rewards in compared) for n in group}
+    return [_compares_groups(axes) and n in equal for n in range(len(samples))]
 
 
 def _groups(samples: Sequence[Scored]) -> list[list[int]]:
     """Returns the indices of the samples of each prompt group."""
-    members: dict[int, list[int]] = {}
-    for n, sample in enumerate(samples):
-        members.setdefault(sample.group, []).append(n)
-    return list(members.values())
+    ids = dict.fromkeys(sample.group for sample in samples)
+    return [[n for n, sample in enumerate(samples) if sample.group == group] for group in ids]
 
 
 def _compares_groups(axes: Axes) -> bool:
@@ -152,11 +144,9 @@ def _scale_of_step(axes: Axes, groups: Sequence[Sequence[int]], rewards: Sequenc
         case "batch_std":
             return _deviation(axes, _squares(rewards), len(rewards))
         case "informative_share":
-            teaching = [
-                n for group in groups for n in group
-                if not _are_equal(rewards, group) or (_is_raw(axes, group) and rewards[n] != 0)
-            ]  # fmt: skip
-            return max(1, len(teaching)) / len(rewards)
+            alone = sum(_is_raw(axes, group) and rewards[group[0]] != 0 for group in groups)
+            teaching = alone + sum(len(group) for group in groups if not _are_equal(rewards, group))
+            return max(1, teaching) / len(rewards)
         case "nonzero_share":
             return max(1, sum(reward != 0 for reward in rewards)) / len(rewards)
     return None
@@ -197,14 +187,10 @@ def whiten(axes: Axes, values: Sequence[float], counts: Sequence[float]) -> list
 
 def token_rewards(outcome: float, kl: Axes | None, policy: Sequence[float], reference: Sequence[float]) -> list[float]:
     """Returns the reward of each trained token: `outcome` for the last one, and −β · KL to the reference for all."""
-    found = [0.0] * len(policy)
-    for t, (p, q) in enumerate(zip(policy, reference or policy, strict=True)):
-        if kl is not None:
-            d = p - q
-            found[t] -= kl["beta"] * {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[kl["kind"]]
-    if found:
-        found[-1] += outcome
-    return found
+    found, apart = [0.0] * len(policy), [p - q for p, q in zip(policy, reference or policy, strict=True)]
+    if kl is not None:
+        found = [-kl["beta"] * {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[kl["kind"]] for d in apart]
+    return [*found[:-1], found[-1] + outcome] if found else []
 
 
 def discounted(rewards: Sequence[float], gamma: float) -> list[float]:

@@ -1,36 +1,34 @@
-"""Bounds of an objective that depend on all tokens of a step: the budget of a gate, and effective shares.
+"""Bounds of an objective that depend on all tokens of a step: the budget of a gate, effective shares, and choices of
+tokens by covariance.
 
 The learner's ranks search them on a grid, with sums over the ranks. The witness judges by their definition the bounds
 that were found, with all tokens of the step in one list.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from statistics import fmean
 
-from asyncrl.witness.objective import LARGEST_LOG_RATIO, Axes
+from asyncrl.witness.objective import LARGEST_LOG_RATIO, Axes, Tokens, acts_on, are_chosen, covariance_ranks
 
 CLOSE = 1e-4
 """Accepted relative difference of a bound. The grid on which the ranks search has a relative precision of 4e-6."""
-
-Tokens = Mapping[str, Sequence[float]]
-"""The step's trained tokens: `advantages`, and the log-probs of each policy by its name."""
 
 
 def unlike_bounds(configured: Axes, used: Axes, tokens: Tokens) -> str:
     """Returns what is wrong with the bounds that a step used, in words; "" if nothing is. `configured` are the axes of
     the objective in the configuration, and `used` those with the bounds that the ranks found."""
-    problems = [
-        _budget_problem(gate, used["gates"][i], tokens)
-        for i, gate in enumerate(configured["gates"])
-        if gate["budget"] is not None
-    ]
+    gates = zip(configured["gates"], used["gates"], strict=True)
+    problems = [_budget_problem(gate, own, tokens) for gate, own in gates if gate["budget"] is not None]
+    choices = zip(_choices(configured), _choices(used), strict=True)
+    problems += [_choice_problem(choice, own, tokens) for choice, own in choices]
     if configured["weight"] is not None and configured["weight"]["min_ess"] is not None:
         problems.append(_cap_problem(configured["weight"], used["weight"], tokens))
     share = effective_share(ratios_of(tokens, "current", "behaviour"))
     if configured["surrogate"]["kind"] == "weighted":
         for side in ("positive", "negative"):
             kernel, own = configured["surrogate"][side], used["surrogate"][side]
-            if kernel.get("ess") and not _is_close(own["hi"], min(kernel["hi"], share)):
+            if kernel.get("ess") and not math.isclose(own["hi"], min(kernel["hi"], share), rel_tol=CLOSE):
                 problems.append(f"the kernel is capped at {own['hi']:.6g}, and the effective share is {share:.6g}")
     left = [penalty for penalty in used["penalties"] if penalty["ess"]]
     for penalty in (each for each in configured["penalties"] if each["ess"]):
@@ -50,18 +48,22 @@ def ratios_of(tokens: Tokens, p: str, q: str) -> list[float]:
     return [math.exp(min(a - b, LARGEST_LOG_RATIO)) for a, b in zip(tokens.get(p, ()), tokens.get(q, ()), strict=False)]
 
 
-def _is_close(one: float, other: float) -> bool:
-    return one == other or abs(one - other) <= CLOSE * abs(other)
-
-
 def sorted_k2(gate: Axes, tokens: Tokens) -> list[float]:
     """Returns (log p/q)² / 2 of the tokens that a gate may remove, the smallest first."""
-    subject = []
-    for p, q, advantage in zip(tokens[gate["p"]], tokens[gate["q"]], tokens["advantages"], strict=True):
-        away = advantage * (p - q) > 0
-        if gate["when"] == "always" or (away if gate["when"] == "moving_away" else advantage < 0):
-            subject.append((p - q) ** 2 / 2)
-    return sorted(subject)
+    columns = zip(tokens[gate["p"]], tokens[gate["q"]], acts_on(gate, tokens), strict=True)
+    return sorted((p - q) ** 2 / 2 for p, q, is_subject in columns if is_subject)
+
+
+def _choices(axes: Axes) -> list[Axes | None]:
+    """Returns the choices of tokens by covariance. Penalties with `ess` have none, and may be left out in a step."""
+    return [axes["dropped"], *(each["tokens"] for each in axes["penalties"] if not each["ess"])]
+
+
+def first_left_out(choice: Axes, tokens: Tokens) -> float:
+    """Returns the rank of the first token that a choice by covariance leaves out, −inf if there is none. Tokens with a
+    larger rank are chosen: ⌊share · N⌋ of N tokens, but at least one."""
+    ranks = sorted(covariance_ranks(choice, tokens), reverse=True)
+    return [*ranks, -math.inf][min(len(ranks), max(1, int(choice["share"] * len(ranks) * (1 + 1e-12))))]
 
 
 def _budget_problem(gate: Axes, used: Axes, tokens: Tokens) -> str:
@@ -77,6 +79,19 @@ def _budget_problem(gate: Axes, used: Axes, tokens: Tokens) -> str:
     if (found == gate["hi"] and found <= most) or least * (1 - CLOSE) <= found <= most * (1 + CLOSE):
         return ""
     return f"a gate's budget gives the bound {found:.6g}, and its definition one from {least:.6g} to {most:.6g}"
+
+
+def _choice_problem(configured: Axes | None, used: Axes | None, tokens: Tokens) -> str:
+    """Returns in words how the tokens that were chosen by covariance differ from the definition; "" if they do not."""
+    if configured is None or used is None or not tokens["advantages"]:
+        return "" if (configured is None) == (used is None) else "a choice of tokens by covariance is missing or added"
+    choice = {**used, **configured}
+    found = sum(are_chosen(choice, tokens))
+    means = {"mean_logprob": fmean(tokens["proximal"]), "mean_advantage": fmean(tokens["advantages"])}
+    expected = sum(are_chosen({**choice, "above": first_left_out(choice, tokens)}, tokens))
+    if found == expected and all(abs(used[name] - mean) <= 1e-6 for name, mean in means.items()):
+        return ""
+    return f"{found} tokens are chosen by covariance, and its definition chooses {expected}; its means are {means}"
 
 
 def _cap_problem(weight: Axes, used: Axes, tokens: Tokens) -> str:

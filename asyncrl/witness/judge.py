@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from asyncrl.witness.bounds import Tokens, unlike_bounds
-from asyncrl.witness.objective import Axes, Counts, Sample, derivatives
+from asyncrl.witness.bounds import unlike_bounds
+from asyncrl.witness.objective import Axes, Counts, Sample, Tokens, derivatives
 
 CHECKS = ("counts", "prompts", "rows", "advantages", "bounds", "coefficients", "gradient", "optimizer", "frozen")
 """The checks in the order in which a reader should look at them: a later one reads what an earlier one checks."""

@@ -11,12 +11,15 @@ its ratio, A the advantage, lp the log-prob, and P the penalties.
 """
 
 import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
 Axes = Mapping[str, Any]
+Tokens = Mapping[str, Sequence[float]]
+"""Columns of trained tokens: `advantages`, and the log-probs of each policy by its name."""
 
 LARGEST_LOG_RATIO = 40.0
 """A ratio above e^40 comes from a broken log-prob. It counts as e^40 and carries no gradient."""
@@ -74,13 +77,14 @@ def derivatives(axes: Axes, sample: Sample, counts: Counts, *, apart_nats: float
     evaluates both signs of a rounding error, because a token at the edge of a clip may be on either side of it.
     """
     sources = _sources(axes, sample, apart_nats)
-    tokens = range(len(sample))
+    tokens, columns = range(len(sample)), {"advantages": sample.advantages, **sources}
+    columns["behaviour"] = sample.behaviour  # they are hashed as they were recorded, without `apart_nats`
     divisor = _divisor(axes, sample, counts)
     averaging = [sample.weight * weight / divisor for weight in sample.token_weights]
     kept = _weights(axes["weight"], sources)
-    for gate in axes["gates"]:
-        gated = _gated(gate, sources, sample)
-        kept = [0.0 if gated[t] else kept[t] for t in tokens]
+    removed = [_gated(gate, columns | sources) for gate in axes["gates"]]
+    removed += [] if axes["dropped"] is None else [are_chosen(axes["dropped"], columns)]
+    kept = [0.0 if any(gone[t] for gone in removed) else kept[t] for t in tokens]
     log_ratios, moves, is_shared = _log_ratios(axes, sources, sample)
     found, by_ratios, entropies = ([0.0] * len(sample) for _ in range(3))
     for t in tokens:
@@ -92,7 +96,8 @@ def derivatives(axes: Axes, sample: Sample, counts: Counts, *, apart_nats: float
     for t in tokens:
         found[t] += by_ratios[t] * moves[t]
     for penalty in axes["penalties"]:
-        for t in tokens:
+        chosen = [True] * len(sample) if penalty["tokens"] is None else are_chosen(penalty["tokens"], columns)
+        for t in (t for t in tokens if chosen[t]):
             if penalty["kind"] == "entropy":
                 entropies[t] -= averaging[t] * penalty["beta"]
             elif penalty["kind"] != "positive_nll":
@@ -102,21 +107,16 @@ def derivatives(axes: Axes, sample: Sample, counts: Counts, *, apart_nats: float
     return Derivatives(logprobs=found, entropies=entropies)
 
 
-def _sources(axes: Axes, sample: Sample, apart_nats: float) -> dict[str, list[float]]:
+def _sources(axes: Axes, sample: Sample, apart_nats: float) -> dict[str, Sequence[float]]:
     """Returns the log-probs by the policy's name. An interpolated proximal policy is behaviour + (1 − 1/d) · (current −
     behaviour) for a token that is d > 0 versions old, and current for d = 0 (A-3PO, 2512.06547). `apart_nats` is
     subtracted from the log-probs of sampler and reference, and half of it from recomputed proximal ones."""
-    current = list(sample.current)
-    behaviour = [value - apart_nats for value in sample.behaviour]
-    reference = [value - apart_nats for value in sample.reference]
+    behaviour, reference = ([value - apart_nats for value in own] for own in (sample.behaviour, sample.reference))
+    proximal = [value - apart_nats / 2 for value in sample.proximal]
     if axes["proximal"] == "interpolated":
-        proximal = [
-            now if age == 0 else old + (1 - 1 / age) * (now - old)
-            for now, old, age in zip(current, behaviour, sample.staleness, strict=True)
-        ]
-    else:
-        proximal = [value - apart_nats / 2 for value in sample.proximal]
-    return {"current": current, "proximal": proximal, "behaviour": behaviour, "reference": reference}
+        ages = zip(sample.current, behaviour, sample.staleness, strict=True)
+        proximal = [now if age == 0 else old + (1 - 1 / age) * (now - old) for now, old, age in ages]
+    return {"current": sample.current, "proximal": proximal, "behaviour": behaviour, "reference": reference}
 
 
 def _divisor(axes: Axes, sample: Sample, counts: Counts) -> float:
@@ -147,13 +147,12 @@ def _ratio(log_ratio: float, lo: float = 0.0, hi: float = math.inf) -> float:
     return min(max(math.exp(min(log_ratio, LARGEST_LOG_RATIO)), lo), hi)
 
 
-def _weights(weight: Axes | None, sources: Mapping[str, Sequence[float]]) -> list[float]:
+def _weights(weight: Axes | None, sources: Tokens) -> list[float]:
     """Returns W_t of each token: the ratio p/q, bounded or zeroed outside its bounds; 1 without a weight."""
     if weight is None:
         return [1.0] * len(sources["current"])
     logs = [p - q for p, q in zip(sources[weight["p"]], sources[weight["q"]], strict=True)]
-    lo, hi = weight["lo"], weight["hi"]
-    is_zeroed = weight["outside"] == "zero"
+    lo, hi, is_zeroed = weight["lo"], weight["hi"], weight["outside"] == "zero"
     return [
         0.0 if is_zeroed and not _log(lo) <= log_ratio <= _log(hi) else _ratio(log_ratio, lo, hi)
         for log_ratio in _pooled(logs, weight["pool"])
@@ -164,18 +163,44 @@ def _log(bound: float) -> float:
     return math.log(bound) if bound > 0 else -math.inf
 
 
-def _gated(gate: Axes, sources: Mapping[str, Sequence[float]], sample: Sample) -> list[bool]:
+def _gated(gate: Axes, tokens: Tokens) -> list[bool]:
     """Returns True for each token that the gate removes: K_t = 0."""
-    p, q, lo, hi = sources[gate["p"]], sources[gate["q"]], gate["lo"], gate["hi"]
+    p, q, lo, hi = tokens[gate["p"]], tokens[gate["q"]], gate["lo"], gate["hi"]
     if gate["stat"] == "ratio":
         lo, hi = _log(lo), _log(hi)
     values = _pooled([STATISTICS[gate["stat"]](a, b) for a, b in zip(p, q, strict=True)], gate["pool"])
-    is_subject: Callable[[int], bool] = {
-        "always": lambda t: True,
-        "negative_advantage": lambda t: sample.advantages[t] < 0,
-        "moving_away": lambda t: sample.advantages[t] * (p[t] - q[t]) > 0,
-    }[gate["when"]]
-    return [is_subject(t) and not lo <= value <= hi for t, value in enumerate(values)]
+    return [subject and not lo <= value <= hi for subject, value in zip(acts_on(gate, tokens), values, strict=True)]
+
+
+def acts_on(gate: Axes, tokens: Tokens) -> list[bool]:
+    """Returns True for each token that the gate may remove."""
+    columns = zip(tokens[gate["p"]], tokens[gate["q"]], tokens["advantages"], strict=True)
+    if gate["when"] == "moving_away":
+        return [advantage * (p - q) > 0 for p, q, advantage in columns]
+    return [gate["when"] == "always" or advantage < 0 for _, _, advantage in columns]
+
+
+def are_chosen(choice: Axes, tokens: Tokens) -> list[bool]:
+    """Returns True for each token that a choice by covariance takes (Clip-Cov and KL-Cov, 2505.22617)."""
+    return [rank > choice["above"] for rank in covariance_ranks(choice, tokens)]
+
+
+def covariance_ranks(choice: Axes, tokens: Tokens) -> list[float]:
+    """Returns a number for each token, of which the largest are chosen: its covariance with the means of the step, or
+    the hash of the log-prob that the sampler recorded. It is −inf outside the bounds of the covariance."""
+    mean_lp, mean_advantage = choice["mean_logprob"], choice["mean_advantage"]
+    pairs = zip(tokens["proximal"], tokens["advantages"], strict=True)
+    apart = [(lp - mean_lp) * (advantage - mean_advantage) for lp, advantage in pairs]
+    ranks = apart if choice["order"] == "largest" else map(_hash, tokens["behaviour"])
+    return [rank if choice["lo"] <= c <= choice["hi"] else -math.inf for rank, c in zip(ranks, apart, strict=True)]
+
+
+def _hash(value: float) -> int:
+    """Returns an integer of 32 bits that depends on all bits of a float32 (https://github.com/skeeto/hash-prospector)."""
+    [bits] = struct.unpack("<I", struct.pack("<f", value + 0.0))
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        bits = (bits ^ (bits >> shift)) * factor % 2**32
+    return int(bits ^ (bits >> 15))
 
 
 def _difference(p: float, q: float) -> float:
@@ -200,9 +225,7 @@ STATISTICS: Mapping[str, Callable[[float, float], float]] = {
 """The statistics of gates from log p and log q."""
 
 
-def _log_ratios(
-    axes: Axes, sources: Mapping[str, Sequence[float]], sample: Sample
-) -> tuple[list[float], list[float], bool]:
+def _log_ratios(axes: Axes, sources: Tokens, sample: Sample) -> tuple[list[float], list[float], bool]:
     """Returns the log of the ratio u of each token, ∂ log u / ∂ lp by the log-prob of each token, and whether this is
     the derivative of one u that all tokens share. Otherwise it is that of the token's own u."""
     size, surrogate = len(sample), axes["surrogate"]
@@ -268,14 +291,17 @@ def _kernel(kernel: Axes, log_ratio: float) -> float:
     raise ValueError(f"the witness has no formula for the kernel {kernel['kind']}")
 
 
-def _penalty_slope(penalty: Axes, sources: Mapping[str, Sequence[float]], t: int) -> float:
+def _penalty_slope(penalty: Axes, sources: Tokens, t: int) -> float:
     """Returns ∂P/∂lp, the derivative of a penalty by the log-prob of token t, for penalties that compare log-probs."""
     now = sources["current"][t]
     d = now - sources[penalty["q"]][t]
     bounded = min(-d, LARGEST_LOG_RATIO)
     k3 = math.exp(bounded) - 1 + d
     k3_slope = 1 - math.exp(bounded) * (-d <= LARGEST_LOG_RATIO)
-    value, slope = {"k1": (d, 1.0), "k2": (d * d / 2, d), "k3": (k3, k3_slope), "k3+": (k3, d)}[penalty["kind"]]
+    pairs = {"k1": (d, 1.0), "k2": (d * d / 2, d), "k3": (k3, k3_slope), "k3+": (k3, d)}
+    # |d| of at most 1e-5 nats may be the rounding of two passes, whose sign is not a direction
+    pairs["abs"] = (abs(d), math.copysign(1.0, d)) if abs(d) > 1e-5 else (0.0, 0.0)
+    value, slope = pairs[penalty["kind"]]
     if penalty["corrected_by"] == "none":
         return slope
     log_ratio = now - sources[penalty["corrected_by"]][t]

@@ -31,26 +31,24 @@ def trained(completions: Sequence[Completion], *, axes: Axes | None, config: Con
     """Returns True for each sample that the filters of `algorithm` keep. `axes` are those of the estimator of
     advantages. With None, the estimator is the user's own, and the samples of a group count as equal if their total
     rewards are equal."""
-    algorithm, equal = config.algorithm, [False] * len(completions)
+    algorithm, equal = config.algorithm, dict[int, bool]()
     if algorithm.zero_variance == "mask":
         known = _known(completions, config)
-        for n, same in zip(known, equal_groups(OF_TOTALS if axes is None else axes, [*known.values()]), strict=True):
-            equal[n] = same
+        equal = dict(zip(known, equal_groups(OF_TOTALS if axes is None else axes, [*known.values()]), strict=True))
     return [
         completion.reward is not None
         and completion.tokens > completion.stale
         and not (algorithm.overlong == "mask" and completion.truncated)
-        and not equal[n]
+        and not equal.get(n, False)
         for n, completion in enumerate(completions)
     ]
 
 
 def advantages(completions: Sequence[Completion], *, axes: Axes, config: Config) -> list[float]:
     """Returns the advantage of each sample, 0 for one whose reward failed."""
-    found, known = [0.0] * len(completions), _known(completions, config)
-    for n, advantage in zip(known, of_samples(axes, [*known.values()]), strict=True):
-        found[n] = advantage
-    return found
+    known = _known(completions, config)
+    found = dict(zip(known, of_samples(axes, [*known.values()]), strict=True))
+    return [found.get(n, 0.0) for n in range(len(completions))]
 
 
 def _known(completions: Sequence[Completion], config: Config) -> dict[int, Scored]:
@@ -80,15 +78,12 @@ def counts(
     trained."""
     found = []
     for start in range(0, len(completions), rows_per_update):
+        places = range(start, min(start + rows_per_update, len(completions)))
+        own = [completions[n] for n in places if kept[n]]
         by_group: dict[int, float] = defaultdict(float)
-        tokens = samples = positive = 0
-        for n in range(start, min(start + rows_per_update, len(completions))):
-            completion = completions[n]
-            if kept[n]:
-                left = completion.tokens - completion.stale
-                samples += 1
-                tokens += left
-                by_group[completion.group] += left
-                positive += left if scored(completion, config).reward > 0 else 0
+        for each in own:
+            by_group[each.group] += each.tokens - each.stale
+        positive = sum(each.tokens - each.stale for each in own if scored(each, config).reward > 0)
+        tokens, samples = sum(by_group.values()), len(own)
         found.append(Counts(tokens=tokens, sequences=samples, tokens_by_group=dict(by_group), positive_tokens=positive))
     return tuple(found)

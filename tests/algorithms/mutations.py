@@ -451,6 +451,7 @@ CALIBRATION = [
     ("the lower bound is forgotten", "cap_of_share(share, lo=weight.lo)", "cap_of_share(share, lo=0.0)"),
     ("the configured cap is forgotten", 'min(weight.hi, numbers["weight"])', 'numbers["weight"]'),
     ("a cap below 1", 'hi=max(1.0, min(weight.hi, numbers["weight"]))', 'hi=min(weight.hi, numbers["weight"])'),
+    ("a covariance about the mean of other log-probs", 'tokens.sources["proximal"], mean)', "tokens.advantages, mean)"),
     ("the whole second moment for k2", "difference.square()[subject] / 2", "difference.square()[subject]"),
 ]
 STEP_STATISTICS = [
@@ -467,6 +468,8 @@ STEP_STATISTICS = [
     ),
     ("every rank for itself in a quantile", "enumerate(reduce(below.double()).tolist())", "enumerate(below.tolist())"),
     ("the next value for a quantile", "if number >= rank)", "if number > rank)"),
+    ("one token more is chosen", "- max(1, math.floor(share", "- 1 - max(1, math.floor(share"),
+    ("a choice without a token", "int(count) - max(1, math.floor(", "int(count) - max(0, math.floor("),
     ("negative values in the wrong order", "bits ^ _MAGNITUDE, bits)", "bits, bits)"),
     ("a statistic sees no other", "statistics=dict(found)", "statistics={}"),
     ("any values are taken", "if values.ndim != 1 or", "if False and"),

@@ -39,6 +39,7 @@ T = STEP_TOKENS
             {"behaviour": (0.1, 0.3)},
             ((LN3**2 / 2, LN3), (LN3**2 / 2, -LN3)),
         ),
+        (Penalty(beta=0.5, kind="abs"), {"reference": (0.1, 0.3)}, ((LN3, 1), (LN3, -1))),
         (Penalty(beta=0.5, kind="k3+"), {"reference": (0.1, 0.3)}, ((1 / 3 - 1 + LN3, LN3), (3 - 1 - LN3, -LN3))),
         (
             Penalty(beta=0.5, kind="k1", corrected_by="current"),

@@ -201,7 +201,9 @@ def test_only_what_asks_for_the_effective_share_depends_on_it() -> None:
 
 
 def test_presets_that_need_it() -> None:
-    assert {name for name, preset in PRESETS.items() if needs_calibration(preset.objective)} == {"m2po", "p3o"}
+    assert {name for name, preset in PRESETS.items() if needs_calibration(preset.objective)} == {
+        *("m2po", "p3o", "kl_cov", "clip_cov")
+    }
     assert needs_calibration(
         Objective(surrogate=Linear(), penalties=(Penalty(beta=1.0, kind="k2", q="behaviour", ess=True),))
     )

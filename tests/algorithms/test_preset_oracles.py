@@ -10,7 +10,7 @@ import math
 
 import msgspec
 import pytest
-from worked_sequences import Worked, assert_as_worked, log_weighted
+from worked_sequences import Worked, assert_as_worked, log_weighted, with_choices
 
 from asyncrl.algorithms.presets import PRESETS
 
@@ -121,6 +121,44 @@ WORKED: dict[str, tuple[Worked, ...]] = {
     "rloo": PLAIN[N],
     # −A · lp + τ/2 · (ln current/proximal)², τ = 0.1; its gradient is −A + τ · ln(current/proximal), at ratios 3 and
     # 1/3
+    # c = A · ln(proximal / .2) with the means ln .2 and 0. Only the token with c = 2 ln 2 = 1.39 has |ln u| added
+    "kl_cov": (
+        Worked(
+            advantage=2,
+            current=(0.6, 0.3, 0.05),
+            proximal=(0.4, 0.2, 0.1),
+            losses=(-3 + math.log(1.5), -3, -1),
+            gradients=(-3 + 1, -3, -1),
+            over=T,
+        ),
+        Worked(
+            advantage=-2,
+            current=(0.6, 0.3, 0.05),
+            proximal=(0.4, 0.2, 0.1),
+            losses=(3, 3, 1 + math.log(2)),
+            gradients=(3, 3, 1 - 1),
+            over=T,
+        ),
+    ),
+    # c = 2 ln 2 is between 1 and 5. c = 0, c = −2 ln 2 and c = 2 ln 20 = 5.99 are not, and the PPO clip is left
+    "clip_cov": (
+        Worked(
+            advantage=2,
+            current=(0.6, 0.3, 0.05),
+            proximal=(0.4, 0.2, 0.1),
+            losses=(0, -2.4, -1),
+            gradients=(0, 0, -1),
+            over=T,
+        ),
+        Worked(
+            advantage=-2,
+            current=(0.6, 0.15, 0.015),
+            proximal=(0.4, 0.1, 0.01),
+            losses=(3, 0, 3),
+            gradients=(3, 0, 3),
+            over=T,
+        ),
+    ),
     "kimi": (
         Worked(
             advantage=2,
@@ -239,6 +277,7 @@ def test_value_and_gradient_are_those_worked_by_hand(name: str) -> None:
     objective = PRESETS[name].objective
     if name == "dr_grpo":
         objective = msgspec.structs.replace(objective, constant=5.0)
+    objective = with_choices(objective, above=1.0)
     for sequence in WORKED[name]:
         assert_as_worked(objective, (sequence,))
     assert_as_worked(objective, WORKED[name])

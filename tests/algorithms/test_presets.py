@@ -8,6 +8,7 @@ import pytest
 
 from asyncrl.algorithms.objective import (
     Aggregation,
+    ByCovariance,
     Clamp,
     Clipped,
     Gate,
@@ -30,7 +31,7 @@ def test_the_default_is_corrected_and_the_uncorrected_ones_are_known() -> None:
     assert {name for name, preset in PRESETS.items() if not is_corrected(preset.objective)} == {
         *("reinforce", "rloo", "reinforce_pp", "grpo", "dr_grpo", "dapo", "ppo", "vapo", "dual_clip", "two_sided"),
         *("gspo", "gspo_token", "luspo", "gmpo", "cispo", "aspo", "sapo", "kimi", "maxrl", "gdpo", "opo", "gpg"),
-        "cfpo",
+        *("cfpo", "kl_cov", "clip_cov"),
     }
 
 
@@ -40,6 +41,7 @@ def test_every_row_of_the_designs_table_is_there() -> None:
         *("gmpo", "cispo", "aipo", "topr", "aspo", "sapo", "vespo", "dppo_tv", "dppo_kl", "tis", "icepop", "seq_tis"),
         *("geometric_rejection", "opsm", "decoupled_ppo", "a3po", "m2po", "kimi", "ppo", "vapo", "vtrace"),
         *("decoupled_icepop", "gspo_token", "dppo_tv_k2", "glm5", "p3o", "oapl", "cfpo", "maxrl", "gdpo", "opo", "gpg"),
+        *("kl_cov", "clip_cov"),
     }
 
 
@@ -109,6 +111,8 @@ def test_an_objective_can_be_made_of_axes_and_bad_ones_name_the_key() -> None:
         (Objective(surrogate=Reinforce(), penalties=(Penalty(beta=1.0, kind="positive_nll"),)), set()),
         (Objective(surrogate=Reinforce(), penalties=(Penalty(beta=1.0, kind="entropy", ess=True),)), {"behaviour"}),
         (Objective(surrogate=Linear(), anchor="current", gates=(Gate(stat="k2", p="current", hi=1.0),)), {"behaviour"}),
+        (Objective(surrogate=Reinforce(), dropped=ByCovariance(share=0.1)), {"proximal"}),
+        (Objective(surrogate=Reinforce(), dropped=ByCovariance(share=0.1, order="random")), {"proximal", "behaviour"}),
     ],
 )
 def test_an_objective_says_whose_log_probs_it_needs(objective: Objective, sources: set[str]) -> None:

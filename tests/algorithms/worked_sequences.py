@@ -9,10 +9,11 @@ positive reward. So a loss that wrongly uses the micro-batch's own counts gives 
 import math
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from asyncrl.algorithms.loss import ObjectiveLoss
-from asyncrl.algorithms.objective import Objective
+from asyncrl.algorithms.objective import ByCovariance, ChosenByCovariance, Objective
 from asyncrl.data.batched_data_dict import BatchedDataDict
 
 STEP_TOKENS = 10
@@ -46,6 +47,20 @@ class Worked:
     reference: float | tuple[float, ...] = 0.6
     staleness: float | tuple[float, ...] = 3.0
     reward: float = 0.0
+
+
+def with_choices(objective: Objective, *, above: float, **bounds: float) -> Objective:
+    """Returns the objective with choices of tokens by covariance as the calibration of a step would fill them in, with
+    the means ln 0.2 and 0."""
+
+    def filled(choice: ByCovariance | None) -> ByCovariance | None:
+        if choice is None:
+            return None
+        configured = {name: getattr(choice, name) for name in ByCovariance.__struct_fields__} | bounds
+        return ChosenByCovariance(**configured, mean_logprob=math.log(0.2), mean_advantage=0.0, above=above)
+
+    penalties = tuple(msgspec.structs.replace(each, tokens=filled(each.tokens)) for each in objective.penalties)
+    return msgspec.structs.replace(objective, dropped=filled(objective.dropped), penalties=penalties)
 
 
 def log_weighted(

@@ -1,6 +1,7 @@
 """The work of each rank: every scenario runs on a fresh worker. It runs in spawned processes and writes its results to
 a file."""
 
+import copy
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -128,6 +129,11 @@ CUTS: dict[str, dict[str, Any]] = {
 """Ways to cut a rank's rows into micro-batches: one row, about four rows, or all rows in each."""
 OF_THE_STEP_CAP = 1.1
 """The option of the loss `OfTheStep`, which bounds some weights of `matrix_batch` and not all."""
+BY_COVARIANCE: dict[str, dict[str, Any]] = {
+    "kl_cov": {"penalties": [{"kind": "abs", "beta": 0.7, "tokens": {"share": 0.2}}]},
+    "clip_cov": {"dropped": {"share": 0.1, "lo": 0.1, "hi": 2.0}},
+}
+"""Overrides of the presets that choose tokens by covariance, with which they choose some tokens of `matrix_batch`."""
 UPDATE_ROWS = 20
 """Rows in an update. Each of four ranks has five of them, which are two micro-batches of at most four rows."""
 
@@ -292,6 +298,7 @@ def _interface_scenarios(worker: Any, *, rank: int, world_size: int) -> dict[str
     loss = ObjectiveLoss(PRESETS["decoupled_icepop"].objective)
     counted = ObjectiveLoss(resolve_objective(LOSSES["counted"], {}))
     of_the_step = OfTheStep(cap=OF_THE_STEP_CAP)
+    by_covariance = {name: ObjectiveLoss(resolve_objective(name, axes)) for name, axes in BY_COVARIANCE.items()}
     data = matrix_batch()
     data["index"] = torch.arange(data.size)
     found: dict[str, Any] = {}
@@ -304,6 +311,13 @@ def _interface_scenarios(worker: Any, *, rank: int, world_size: int) -> dict[str
         evaluated = policy.train(shard, loss, rows_per_update=rows, eval_mode=True, **size)
         counts = policy.train(shard, counted, rows_per_update=rows, eval_mode=True, **size)
         of_step = policy.train(shard, of_the_step, rows_per_update=rows, eval_mode=True, **size)  # type: ignore[arg-type]
+        # the current log-probs are then apart from those of the step's start
+        moved = copy.copy(shard)
+        moved["prev_logprobs"] = shard["generation_logprobs"]
+        chosen = {
+            name: policy.train(moved, each, rows_per_update=rows, eval_mode=True, **size)
+            for name, each in by_covariance.items()
+        }
         kept = all(np.array_equal(tensor.numpy(), untouched[key]) for key, tensor in policy.gather_weights())
         trained = policy.train(shard, loss, rows_per_update=rows, **size)
         found[name] = {
@@ -312,6 +326,7 @@ def _interface_scenarios(worker: Any, *, rank: int, world_size: int) -> dict[str
             "evaluated": evaluated,
             "counted": counts,
             "of the step": of_step,
+            **chosen,
             "kept": kept,
             "trained": trained,
             "schedule": policy.train_calls,

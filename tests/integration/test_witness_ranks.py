@@ -57,8 +57,8 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 def check_healthy(results: dict[str, Any], *, steps: int) -> None:
     assert len(results) == steps
-    # its gate has a budget, whose bound depends on all tokens of the step
-    assert all("bounds" in found for name, found in results.items() if name.endswith(" m2po"))
+    # the bound of a budget, and choices by covariance, depend on all tokens of the step
+    assert all("bounds" in found for name, found in results.items() if name.endswith((" m2po", "_cov")))
     for name, found in results.items():
         assert set(found) >= {"counts", "rows", "advantages", "coefficients", "optimizer"}, name
         for check, ratio in found.items():

@@ -241,6 +241,43 @@ def test_a_loss_of_a_user_gets_the_same_numbers_of_the_step_however_it_is_cut(
         assert float(found["loss"][update]) == pytest.approx(np.mean(losses), abs=1e-6)
 
 
+def hashes_of(values: Any) -> Any:
+    """Two rounds of xor-shift and multiply on the bits of float32 numbers."""
+    bits = np.asarray(values, np.float32).view(np.uint32).astype(np.uint64)
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        bits = (bits ^ bits >> np.uint64(shift)) * np.uint64(factor) & np.uint64(2**32 - 1)
+    return bits ^ bits >> np.uint64(15)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("world_size", [1, 2, FOUR])
+def test_tokens_that_are_chosen_by_covariance_are_those_of_a_plain_loop_however_the_step_is_cut(
+    results: Any, world_size: int, cut: str
+) -> None:
+    """The losses of both updates, in float64. The log-probs of the step's start are those of the sampler."""
+    data, current = matrix_batch(), whole(results, 1, "padded all", "before").astype(np.float64)
+    trained = (data["token_mask"] * data["sample_mask"].unsqueeze(1)).numpy() > 0
+    start = data["generation_logprobs"].numpy().astype(np.float64)
+    advantages = np.broadcast_to(data["advantages"].numpy().reshape(len(start), -1), start.shape).astype(np.float64)
+    apart = (start - start[trained].mean()) * (advantages - advantages[trained].mean())
+    ratios, (pulled, dropped) = np.exp(current - start), (np.zeros_like(trained), np.zeros_like(trained))
+    for chosen, order, inside, share in (
+        (pulled, apart, trained, 0.2),
+        (dropped, hashes_of(start), trained & (apart >= 0.1) & (apart <= 2.0), 0.1),
+    ):
+        places = sorted(zip(*np.nonzero(inside), strict=True), key=order.__getitem__)
+        for place in places[-int(share * trained.sum()) :]:
+            chosen[place] = True
+    assert 0.1 * trained.sum() - 1 < dropped.sum() < inside.sum(), "not all tokens within the bounds are dropped"
+    clipped = np.maximum(-advantages * ratios, -advantages * ratios.clip(0.8, 1.2)) * ~dropped
+    losses = {"kl_cov": -advantages * ratios + 0.7 * np.abs(current - start) * pulled, "clip_cov": clipped}
+    for name, values in losses.items():
+        found = train_result([results[world_size, rank]["interface"][cut][name] for rank in range(world_size)])
+        for update in range(2):
+            rows = slice(update * UPDATE_ROWS, (update + 1) * UPDATE_ROWS)
+            assert float(found["loss"][update]) == pytest.approx(values[rows][trained[rows]].mean(), abs=1e-6), name
+
+
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("world_size", [1, 2, FOUR])
 def test_prompt_groups_and_good_rows_are_counted_over_a_whole_update_however_it_is_cut(

@@ -1,13 +1,24 @@
 """The witness accepts the bounds that a step's calibration finds, and no others."""
 
 import math
+from typing import Literal
 
 import msgspec
 import pytest
 import torch
 
 from asyncrl.algorithms.calibration import calibrated
-from asyncrl.algorithms.objective import Clamp, Gate, Linear, Objective, Penalty, Reinforce, Weight, Weighted
+from asyncrl.algorithms.objective import (
+    ByCovariance,
+    Clamp,
+    Gate,
+    Linear,
+    Objective,
+    Penalty,
+    Reinforce,
+    Weight,
+    Weighted,
+)
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.algorithms.step_statistics import StepTokens
 from asyncrl.witness.bounds import unlike_bounds
@@ -24,6 +35,10 @@ OBJECTIVES = {
         gates=(Gate(stat="k2", p="current", budget=0.001, when="negative_advantage"),),
     ),
     "least effective share": Objective(surrogate=Reinforce(), weight=Weight(p="current", min_ess=0.9)),
+    "kl_cov": PRESETS["kl_cov"].objective,
+    "clip_cov": PRESETS["clip_cov"].objective,
+    "many of the largest": Objective(surrogate=Reinforce(), dropped=ByCovariance(share=0.3, hi=1.0)),
+    "many at random": Objective(surrogate=Reinforce(), dropped=ByCovariance(share=0.3, order="random", lo=0.1)),
     "nearly all of it": Objective(surrogate=Reinforce(), weight=Weight(p="current", hi=1.5, min_ess=0.999)),
 }
 
@@ -60,6 +75,8 @@ def test_other_bounds_are_not(name: str) -> None:
         wrong = msgspec.to_builtins(used)
         if used.weight is not None and configured.weight is not None and configured.weight.min_ess is not None:
             wrong["weight"] = {**axes["weight"], "hi": max(1.0, factor * axes["weight"]["hi"])}
+        elif configured.chosen():
+            continue  # the test below changes their numbers
         elif used.gates and math.isfinite(used.gates[0].hi):
             wrong["gates"] = [{**axes["gates"][0], "hi": factor * axes["gates"][0]["hi"]}]
         else:
@@ -69,6 +86,31 @@ def test_other_bounds_are_not(name: str) -> None:
             wrong["surrogate"] = {**axes["surrogate"], "positive": positive}
         if wrong != axes:
             assert unlike_bounds(msgspec.to_builtins(configured), wrong, lists_of(step)), factor
+
+
+@pytest.mark.parametrize("order", ["largest", "random"])
+def test_another_choice_of_tokens_is_not_accepted(order: Literal["largest", "random"]) -> None:
+    choice = ByCovariance(share=0.2, order=order)
+    penalties = (Penalty(beta=1.0, kind="k2", q="proximal", tokens=choice),)
+    for configured in (
+        Objective(surrogate=Reinforce(), dropped=choice),
+        Objective(surrogate=Reinforce(), penalties=penalties),
+    ):
+        axes, step = msgspec.to_builtins(configured), tokens(2, 0.5)
+        used = msgspec.to_builtins(calibrated(configured, tokens=step, reduce=lambda values: values))
+        right = used["dropped"] or used["penalties"][0]["tokens"]
+        assert unlike_bounds(axes, used, lists_of(step)) == ""
+        size = 0.1 if order == "largest" else 1e8
+        changes = [{"above": right["above"] + size}, {"above": right["above"] - size}, {"above": -math.inf}]
+        changes += [{"mean_logprob": right["mean_logprob"] + 1e-3}, {"mean_advantage": right["mean_advantage"] - 1e-3}]
+        for change in changes:
+            wrong = {**right, **change}
+            place = {"dropped": wrong}
+            if configured.dropped is None:
+                place = {"penalties": [{**used["penalties"][0], "tokens": wrong}]}
+            assert "chosen by covariance" in unlike_bounds(axes, {**used, **place}, lists_of(step)), change
+        missing = {"dropped": None, "penalties": [{**each, "tokens": None} for each in used["penalties"]]}
+        assert "missing or added" in unlike_bounds(axes, {**used, **missing}, lists_of(step))
 
 
 def test_a_penalty_has_the_rest_of_the_effective_share() -> None:

@@ -8,9 +8,11 @@ import msgspec
 import pytest
 import torch
 
+from asyncrl.algorithms.calibration import calibrated
 from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.objective import (
     Aggregation,
+    ByCovariance,
     Clamp,
     Clipped,
     Gamma,
@@ -29,6 +31,7 @@ from asyncrl.algorithms.objective import (
 )
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.algorithms.shares import with_shares
+from asyncrl.algorithms.step_statistics import StepTokens
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.witness.objective import Counts, Sample, derivatives
 
@@ -49,7 +52,7 @@ def objectives() -> Iterator[tuple[str, Objective]]:
     for aggregation in Aggregation:
         constant = 17.0 if aggregation is Aggregation.SEQUENCE_SUM_CONSTANT else None
         yield f"aggregation {aggregation}", changed(aggregation=aggregation, constant=constant)
-    for kind in ("k1", "k2", "k3", "k3+"):
+    for kind in ("k1", "k2", "k3", "k3+", "abs"):
         for corrected in ("none", "current", "proximal", "behaviour"):
             penalty = Penalty(beta=0.3, kind=kind, corrected_by=corrected)
             yield f"penalty {kind} corrected by {corrected}", changed(penalties=(penalty,))
@@ -71,6 +74,11 @@ def objectives() -> Iterator[tuple[str, Objective]]:
             yield f"level {level} {kind}", changed(surrogate=surrogate, level=level, pre_clip=PreClip(lo=0.7, hi=1.3))
     for kernel in (Clamp(lo=0.9, hi=1.1), Inverse(hi=1.2), Gamma(shape=2.0, rate=3.0)):
         yield f"kernel {type(kernel).__name__}", changed(surrogate=Weighted(positive=kernel, negative=kernel))
+    for choice in (ByCovariance(share=0.3, lo=-0.5), ByCovariance(share=0.3, order="random", lo=-1.0, hi=2.0)):
+        yield f"dropped {choice.order}", changed(dropped=choice)
+        for kind in ("k2", "abs", "entropy"):
+            penalty = Penalty(beta=0.3, kind=kind, tokens=choice)
+            yield f"penalty {kind} of {choice.order} tokens", changed(penalties=(penalty,))
     yield "interpolated", Objective(surrogate=Clipped(), weight=Weight(hi=1.2), proximal="interpolated")
 
 
@@ -113,6 +121,20 @@ def by_autograd(objective: Objective, data: BatchedDataDict) -> tuple[torch.Tens
     return slopes[0].double(), slopes[1].double()
 
 
+def with_choices(objective: Objective, data: BatchedDataDict) -> Objective:
+    """Returns the objective with the numbers of the step if it chooses tokens by covariance."""
+    if not objective.chosen():
+        return objective
+    mask_BS = (data["token_mask"] * data["sample_mask"].unsqueeze(1)) > 0
+    mask_BS[:, 0] = False
+    columns = {"proximal": "prev_logprobs", "behaviour": "generation_logprobs", "current": "current"}
+    tokens = StepTokens(
+        sources={name: data[column][mask_BS] for name, column in columns.items()},
+        advantages=data["advantages"][mask_BS],
+    )
+    return calibrated(objective, tokens=tokens, reduce=lambda sums: sums)
+
+
 def counts_of(data: BatchedDataDict) -> Counts:
     weight_BS = data["token_mask"] * data["sample_mask"].unsqueeze(1)
     weight_BS[:, 0] = 0.0
@@ -145,11 +167,12 @@ def sample_of(data: BatchedDataDict, row: int, mask_T: torch.Tensor) -> Sample:
 
 @pytest.mark.parametrize("objective", [pytest.param(objective, id=name) for name, objective in objectives()])
 def test_the_derivatives_are_those_of_the_tensors(objective: Objective) -> None:
-    axes = msgspec.to_builtins(objective)
     acts = False
     for seed in range(4):
         data = rows(seed)
-        by_logprob_BT, by_entropy_BT = by_autograd(objective, data)
+        used = with_choices(objective, data)
+        axes = msgspec.to_builtins(used)
+        by_logprob_BT, by_entropy_BT = by_autograd(used, data)
         scale, counts = float(by_logprob_BT.abs().max()), counts_of(data)
         acts = acts or scale > 0
         for row in range(ROWS):
