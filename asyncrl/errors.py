@@ -41,6 +41,7 @@ AsyncRLError
 ├── CheckpointError            a checkpoint cannot be written or loaded
 │   ├── CheckpointIncomplete   the directory has no marker of a finished save (F7)
 │   ├── CheckpointDamaged      a file of a finished save is missing, cannot be read or has changed
+│   ├── CheckpointOfOtherFormat  a version of asyncrl wrote it whose checkpoints this version does not read
 │   └── CheckpointMismatch     a tensor differs from the live model, or directories are of different saves
 └── WeightError                a weight update cannot be applied
     ├── ManifestMismatch       a name, shape or dtype differs (F12)
@@ -282,6 +283,10 @@ class CheckpointIncomplete(CheckpointError):
 
 class CheckpointDamaged(CheckpointError):
     """A file of a complete checkpoint is missing, cannot be read, or differs from what was written."""
+
+
+class CheckpointOfOtherFormat(CheckpointError):
+    """A version of asyncrl wrote the checkpoint whose format this version does not read (docs/compatibility.md)."""
 
 
 class CheckpointMismatch(CheckpointError):

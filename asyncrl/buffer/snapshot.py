@@ -10,7 +10,6 @@ again.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated
 
 import msgspec
 
@@ -19,9 +18,6 @@ from asyncrl.buffer.ledger import EndedGroup, FailureState, Fate, LedgerState
 from asyncrl.buffer.records import NO_TASK, OpenGroup, WaitingPrompt
 from asyncrl.common.version import Lineage, Version
 
-SCHEMA = 3
-"""Version of the format. It changes when an older program could not read a snapshot, or would misread it."""
-
 
 class BufferSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a `ReplayBuffer` when the learner was at `version`.
@@ -29,10 +25,9 @@ class BufferSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     `next_group` is the number of prompts that were issued, so it is also the position in the order of the prompts.
     `last_attempts` has the ended groups whose last attempt was not attempt 0, or was not committed. `ended` has the
     groups that reached a final fate since the last ack. Tickets and prompts have `NO_TASK` instead of their tasks,
-    which are in the data of the run.
+    which are in the data of the run. The format has the number of the checkpoint (`asyncrl.checkpoints.directory`).
     """
 
-    schema: Annotated[int, msgspec.Meta(ge=SCHEMA, le=SCHEMA)] = SCHEMA
     version: Version
     next_group: int
     exhausted: bool

@@ -20,11 +20,12 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+import asyncrl
 from asyncrl import complete_directory
 from asyncrl.atomic_write import write_atomically
 from asyncrl.common.version import Lineage, Version
 from asyncrl.config.schema import CheckpointSection
-from asyncrl.errors import CheckpointDamaged, CheckpointError
+from asyncrl.errors import CheckpointDamaged, CheckpointError, CheckpointOfOtherFormat
 from asyncrl.run_files import UNREADABLE, names, opened, read, sizes_below
 
 logger = logging.getLogger(__name__)
@@ -34,9 +35,12 @@ CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
 HF = "hf"
 """Folder of a checkpoint with weights that vLLM and transformers load. A run that fails may save only this folder."""
-SCHEMA = 2
-"""Version of the format."""
+SCHEMA = 3
+"""Number of the format of all files of a checkpoint. It changes when another version of asyncrl could not read a
+checkpoint, or would misread it. docs/compatibility.md lists the formats, and tests/checkpoints/kept_run has one of each
+file."""
 _NAME = re.compile(r"step-(\d{1,15})(\.replaced)?", re.ASCII)
+_WRITER = re.compile(r"[0-9A-Za-z.+-]{1,40}", re.ASCII)
 _CHUNK_BYTES = 2**24
 
 
@@ -68,6 +72,13 @@ class RunManifest(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, FileEntry] = {}
 
 
+class _Format(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a manifest that every version of asyncrl reads and writes."""
+
+    schema: int
+    packages: dict[str, str] = {}
+
+
 def folder_of(checkpoints: Path, step: int) -> Path:
     """Returns the directory of the checkpoint after `step` steps."""
     return checkpoints / f"step-{step}"
@@ -92,18 +103,15 @@ def write(path: Path, manifest: RunManifest, *, fill: Callable[[Path], None]) ->
 def verified(path: Path) -> RunManifest:
     """Returns the manifest of the checkpoint at `path` after all of its files were compared with it.
 
-    Raises CheckpointIncomplete if its save did not end, and CheckpointDamaged, which names the file, if a file differs
-    from the manifest, if the manifest cannot be read, or if it does not list a file of tensors that would be loaded.
+    Raises CheckpointIncomplete if its save did not end, CheckpointOfOtherFormat as `decoded` does, and
+    CheckpointDamaged, which names the file, if a file differs from the manifest, if the manifest cannot be read, or if
+    it does not list a file of tensors that would be loaded.
     """
     complete_directory.complete(path)
     try:
-        manifest = msgspec.json.decode(read(path / MANIFEST), type=RunManifest)
+        manifest = decoded(read(path / MANIFEST), path=str(path))
     except UNREADABLE as error:
         raise CheckpointDamaged(f"{path / MANIFEST} cannot be read ({error})") from error
-    if manifest.schema != SCHEMA:
-        raise CheckpointDamaged(
-            f"{path / MANIFEST} has format {manifest.schema}, but this version of asyncrl reads format {SCHEMA}"
-        )
     for name in sizes_below(path):
         if name.endswith(".safetensors") and name not in manifest.files and not name.startswith(f"{HF}/"):
             raise CheckpointDamaged(
@@ -125,18 +133,38 @@ def verified(path: Path) -> RunManifest:
     return manifest
 
 
+def decoded(manifest: bytes, *, path: str) -> RunManifest:
+    """Returns the manifest of the checkpoint at `path`, which may be in a mirror. Raises CheckpointOfOtherFormat if its
+    format has another number than `SCHEMA`, and ValueError if the bytes are not a manifest."""
+    written = msgspec.json.decode(manifest, type=_Format)
+    if written.schema != SCHEMA:
+        writer = written.packages.get("asyncrl", "")
+        known = writer if _WRITER.fullmatch(writer) else "of an unknown version"
+        raise CheckpointOfOtherFormat(
+            f"asyncrl {known} wrote the checkpoint {path} in format {written.schema}, and asyncrl "
+            f"{asyncrl.__version__} reads only format {SCHEMA}: resume the run with the version that wrote it, or "
+            f"begin a new one, whose model.path can be the folder {HF} of the checkpoint"
+        )
+    return msgspec.json.decode(manifest, type=RunManifest)
+
+
 def newest(checkpoints: Path, *, lineage: Lineage | None = None) -> tuple[Path, RunManifest] | None:
     """Returns the newest checkpoint that is complete and undamaged; None if there is none.
 
     A damaged checkpoint is skipped with a warning. Two others are skipped without a warning: a checkpoint whose save
     did not end, and one of a version from which the run did not go on, because a later incarnation in `lineage` began
     at an earlier version.
+
+    Raises CheckpointOfOtherFormat for a checkpoint that another version of asyncrl wrote: to go back to an older one
+    would silently lose its steps.
     """
     for _, path in sorted(folders(checkpoints).items(), reverse=True):
         try:
             manifest = verified(path)
         except CheckpointDamaged as error:
             logger.warning("%s; the next older checkpoint is used instead, if there is one", error)
+        except CheckpointOfOtherFormat:
+            raise
         except CheckpointError:
             continue
         else:

@@ -84,14 +84,15 @@ def dashboards(to: Folder = Path("monitoring/dashboards")) -> None:
 
 @app.command()
 def prometheus(to: Folder = Path("monitoring/prometheus")) -> None:
-    """Write a configuration of Prometheus with the alert rules. Default of TO: monitoring/prometheus.
+    """Write configurations of Prometheus, with the alert rules, and of Alertmanager. Default of TO:
+    monitoring/prometheus.
 
     The configuration finds the run `quickstart` in the folder runs/ of the working directory, and any run with
     metrics.learner_port=9400. For another run, add a line to it. If you have a Prometheus already, name the files in
     TO/rules in its `rule_files`.
     """
     root = shipped.PROMETHEUS
-    files = [root / "prometheus.yml", *sorted((root / "rules").glob("*.yml"))]
+    files = [root / "prometheus.yml", root / "alertmanager.yml", *sorted((root / "rules").glob("*.yml"))]
     texts = {file.relative_to(root).as_posix(): file.read_text(encoding="utf-8") for file in files}
     runs = os.path.relpath("runs", to)
     texts["prometheus.yml"] = texts["prometheus.yml"].replace(RUNS_IN_REPOSITORY, f"{runs}/")

@@ -949,6 +949,13 @@ class MetricsSection(Section):
     TensorBoard are in the run's directory."""
     project: str = "asyncrl"
     """Project name that the trackers use for the run."""
+    objective_steps_per_hour: PositiveFloat | None = None
+    """Steps that the run should train in an hour. A tenth of them may be missing. The alerts AsyncrlStepsBurnFast and
+    AsyncrlStepsBurnSlowly fire when more are missing. Unset: they do not fire."""
+    objective_training_ratio: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the learner's time in which it should train: neither start, nor wait for groups, nor be in the state
+    `other`. The alerts AsyncrlTrainingTimeBurnsFast and AsyncrlTrainingTimeBurnsSlowly fire when it trains less. Unset:
+    they do not fire."""
 
 
 class RaySection(Section):

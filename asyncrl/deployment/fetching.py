@@ -19,7 +19,15 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from asyncrl.checkpoints.directory import CHECKPOINTS, MANIFEST, RunManifest, complete_steps, folder_of, verified
+from asyncrl.checkpoints.directory import (
+    CHECKPOINTS,
+    MANIFEST,
+    RunManifest,
+    complete_steps,
+    decoded,
+    folder_of,
+    verified,
+)
 from asyncrl.common.version import Lineage
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.load import load_config
@@ -37,7 +45,14 @@ from asyncrl.deployment.mirror import (
     url_problem,
 )
 from asyncrl.deployment.resuming import SAMPLES, known_lineage
-from asyncrl.errors import AsyncRLError, CheckpointError, ConfigError, FileRefused, RunError
+from asyncrl.errors import (
+    AsyncRLError,
+    CheckpointError,
+    CheckpointOfOtherFormat,
+    ConfigError,
+    FileRefused,
+    RunError,
+)
 from asyncrl.learner.audit_records import AUDIT
 from asyncrl.learner.records import RunInfo, known_info
 from asyncrl.run_files import FILE_BYTES, MOST_FOLDERS, RECORD_BYTES, opened_to_append
@@ -175,6 +190,8 @@ def _fetch_checkpoint(store: Store, there: dict[str, int], staging: Path, *, ste
                     raise FileNotFoundError(f"{file!a} is missing")
                 _fetch(store, remote, _place(folder, file), inside=staging, most=most)
             verified(folder)
+        except CheckpointOfOtherFormat:
+            raise
         except _DAMAGED as error:
             logger.warning("%s in %s cannot be used (%s); the next older checkpoint is taken", name, store.url, error)
             shutil.rmtree(folder, ignore_errors=True)
@@ -193,7 +210,7 @@ def _manifest(store: Store, name: str) -> RunManifest:
     content = store.read(f"{CHECKPOINTS}/{name}/{MANIFEST}") or b""
     if not name.endswith(xxhash.xxh3_128_hexdigest(content)[:16]):
         raise CheckpointError(f"its {MANIFEST} is missing or has another checksum than its name says")
-    return msgspec.json.decode(content, type=RunManifest)
+    return decoded(content, path=f"{store.url}/{CHECKPOINTS}/{name}")
 
 
 def _fetch_records(store: Store, there: dict[str, int], staging: Path) -> None:

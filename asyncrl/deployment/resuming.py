@@ -30,7 +30,7 @@ from asyncrl.common.version import Lineage
 from asyncrl.complete_directory import COMPLETE, discard
 from asyncrl.config.load import flat_config, shared_config
 from asyncrl.config.schema import Config, OptimizerSection
-from asyncrl.errors import CheckpointDamaged, CheckpointError, ConfigError, RunError
+from asyncrl.errors import CheckpointDamaged, CheckpointError, CheckpointOfOtherFormat, ConfigError, RunError
 from asyncrl.learner.records import EvalRecord, RunInfo, StepRecord, known_info, read_info, read_lines
 from asyncrl.ranks.schedule import learning_rate
 from asyncrl.run_files import FILE_BYTES, UNREADABLE, read
@@ -85,8 +85,8 @@ def unfinished_run(directory: Path, config: Config) -> Resumed | None:
     """Chooses the newest checkpoint of a run that has not finished. For `asyncrl up`.
 
     Returns None if the run has finished, or has no complete checkpoint. Raises CheckpointDamaged if it has complete
-    checkpoints, but none of them can be used, and ConfigError, which names the key and both values, if `config` changes
-    a setting that must stay.
+    checkpoints, but none of them can be used, and CheckpointOfOtherFormat if another version wrote them. Raises
+    ConfigError, which names the key and both values, if `config` changes a setting that must stay.
     """
     checkpoints = directory / CHECKPOINTS
     put_back(checkpoints)
@@ -252,6 +252,8 @@ def found_checkpoint(directory: Path, step: int | None) -> tuple[Path, RunManife
         )
     try:
         return path, verified(path)
+    except CheckpointOfOtherFormat:
+        raise
     except CheckpointError as error:
         raise CheckpointDamaged(
             f"--at {path.name}: the checkpoint cannot be used: {error}; name another one with --at; "

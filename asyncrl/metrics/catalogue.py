@@ -244,6 +244,17 @@ class Limits:
         "How many versions a replica may be behind the published version and still start groups: "
         "`weights.max_lag_publications` × `weights.publish_every_steps`.",
     )
+    objective_steps_per_hour = GaugeMetric(
+        LEARNER,
+        "asyncrl_objective_steps_per_hour",
+        "`metrics.objective_steps_per_hour`; NaN without this objective.",
+        own_unit="steps per hour",
+    )
+    objective_training_ratio = GaugeMetric(
+        LEARNER,
+        "asyncrl_objective_training_ratio",
+        "`metrics.objective_training_ratio`; NaN without this objective.",
+    )
     learner_peak_flops_per_second = GaugeMetric(
         LEARNER,
         "asyncrl_learner_peak_flops_per_second",

@@ -310,6 +310,9 @@ class LearnerMetrics(ProcessMetrics):
         )
         self._instruments.set(catalogue.Limits.checkpoint_interval_versions, config.checkpoint.every_steps)
         self._instruments.set(catalogue.Checkpoint.checkpoint_policy_version, 0)
+        steps, ratio = config.metrics.objective_steps_per_hour, config.metrics.objective_training_ratio
+        self._instruments.set(catalogue.Limits.objective_steps_per_hour, math.nan if steps is None else steps)
+        self._instruments.set(catalogue.Limits.objective_training_ratio, math.nan if ratio is None else ratio)
         settings: Mapping[str, Any] = flat_config(config)
         for key in DEADLINES:
             self._instruments.set(catalogue.Limits.deadline_seconds, settings[key], deadline=key)

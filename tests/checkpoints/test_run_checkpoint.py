@@ -1,12 +1,15 @@
 """The directory of a run's checkpoint: complete and verified, or not used."""
 
+import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+import asyncrl
 from asyncrl.checkpoints import directory
 from asyncrl.checkpoints.directory import (
     SCHEMA,
@@ -20,7 +23,7 @@ from asyncrl.checkpoints.directory import (
 )
 from asyncrl.common.version import Lineage, Version
 from asyncrl.complete_directory import COMPLETE
-from asyncrl.errors import CheckpointDamaged, CheckpointIncomplete
+from asyncrl.errors import CheckpointDamaged, CheckpointIncomplete, CheckpointOfOtherFormat
 
 
 def manifest(step: int) -> RunManifest:
@@ -163,7 +166,24 @@ def test_a_checkpoint_without_its_last_file_is_incomplete(tmp_path: Path) -> Non
     assert found[0].name == "step-9"
 
 
-def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
-    write(folder_of(tmp_path, 1), msgspec.structs.replace(manifest(1), schema=SCHEMA + 1), fill=fill)
-    with pytest.raises(CheckpointDamaged, match=f"format {SCHEMA + 1}"):
-        verified(folder_of(tmp_path, 1))
+@pytest.mark.parametrize("schema", [1, 2, SCHEMA + 1])
+@pytest.mark.parametrize(("writer", "named"), [("0.7.1", "0.7.1"), ("<b>\n" * 99, "of an unknown version")])
+def test_a_checkpoint_of_another_version_is_refused_in_one_sentence(
+    tmp_path: Path, schema: int, writer: str, named: str
+) -> None:
+    """Of its manifest, only the number of the format and the versions of the packages are as they are now."""
+    saved(tmp_path, 9, 10)
+    path = folder_of(tmp_path, 10)
+    other = json.dumps({"schema": schema, "packages": {"asyncrl": writer}, "version": "x"})
+    (path / "manifest.json").write_text(other)
+    marker = json.loads((path / COMPLETE).read_text())
+    marker["files"]["manifest.json"] = len(other)
+    (path / COMPLETE).write_text(json.dumps(marker))
+    for read in (partial(verified, path), partial(newest, tmp_path)):
+        with pytest.raises(CheckpointOfOtherFormat) as refused:
+            read()
+        assert str(refused.value) == (
+            f"asyncrl {named} wrote the checkpoint {path} in format {schema}, and asyncrl {asyncrl.__version__} reads "
+            f"only format {SCHEMA}: resume the run with the version that wrote it, or begin a new one, whose "
+            "model.path can be the folder hf of the checkpoint"
+        )

@@ -141,6 +141,7 @@ def test_prometheus_gets_its_rules_and_looks_for_runs_of_the_working_directory(t
     rules = {f"rules/{file.name}": file.read_bytes() for file in (source / "rules").glob("*.yml")}
     written = contents(folder)
     own = yaml.safe_load(written.pop("prometheus.yml"))
+    assert written.pop("alertmanager.yml") == (source / "alertmanager.yml").read_bytes()
     assert written == rules
     for job in own["scrape_configs"]:
         [found] = [file for files in job["file_sd_configs"] for file in files["files"]]

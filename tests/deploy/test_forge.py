@@ -70,6 +70,27 @@ def test_only_the_upload_to_pypi_may_get_a_token_and_no_workflow_may_write_to_th
         assert granted == ({"pypi": {"id-token": "write"}} if "release" in name else {})
 
 
+def test_a_release_keeps_the_licences_and_the_parts_of_each_image_before_it_is_published() -> None:
+    jobs = read(".github/workflows/release.yml")["jobs"]
+    assert ".venv/bin/python deploy/licences.py --output licences.md" in [
+        step.get("run") for step in jobs["wheel"]["steps"]
+    ]
+    steps = jobs["images"]["steps"]
+    listed = [step["with"] for step in steps if step.get("uses", "").startswith("anchore/sbom-action@")]
+    targets = re.findall(r"--target (\w+)", (REPOSITORY / "Makefile").read_text())
+    assert [each["image"].rpartition("-")[2] for each in listed] == targets
+    assert {each["format"] for each in listed} == {"cyclonedx-json"}
+    [push] = [number for number, step in enumerate(steps) if "docker push" in step.get("run", "")]
+    [kept] = [number for number, step in enumerate(steps) if step.get("with", {}).get("name") == "sbom"]
+    assert kept < push
+    artifacts = [
+        step["with"] for job in jobs.values() for step in job["steps"] if "upload-artifact@" in step.get("uses", "")
+    ]
+    assert {each["name"]: each["path"] for each in artifacts} == {
+        "wheel": "dist/", "licences": "licences.md", "sbom": "sbom/"
+    }  # fmt: skip
+
+
 def test_the_form_for_bugs_asks_for_doctor_and_run_json() -> None:
     fields = {field["id"]: field for field in read(".github/ISSUE_TEMPLATE/bug.yml")["body"] if "id" in field}
     assert "`asyncrl doctor`" in fields["doctor"]["attributes"]["label"]

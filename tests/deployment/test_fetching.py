@@ -7,18 +7,19 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from mirrored_scene import URL, config_in, content, mirror_of, new_run, save, train
 
-from asyncrl.checkpoints.directory import complete_steps
+from asyncrl.checkpoints.directory import complete_steps, folder_of, verified, write
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.deployment.fetching import fetched, is_url
 from asyncrl.deployment.mirror import url_problem
 from asyncrl.deployment.resuming import chosen_checkpoint
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.errors import AsyncRLError, ConfigError, RunError
+from asyncrl.errors import AsyncRLError, CheckpointOfOtherFormat, ConfigError, RunError
 from asyncrl.learner.records import StepRecord, read_lines
 
 
@@ -90,6 +91,15 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
     assert complete_steps(fetched(URL, [], step=None) / "checkpoints") == [2]
     warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert ["cannot be used" in text for text in warned] == ([] if (file, damage) == ("COMPLETE", "gone") else [True])
+
+
+def test_a_checkpoint_of_another_version_is_refused_and_no_older_one_is_taken(first: RunDir) -> None:
+    path = folder_of(first.checkpoints, 4)
+    write(path, msgspec.structs.replace(verified(path), schema=1), fill=lambda path: None)
+    mirror_of(first).pass_once()
+    with pytest.raises(CheckpointOfOtherFormat, match=f"wrote the checkpoint {URL}/.*step-4.* in format 1"):
+        fetched(URL, [], step=None)
+    assert not Path("runs/quick").exists()
 
 
 def test_a_checkpoint_of_lost_weights_is_not_taken(first: RunDir, tmp_path: Path) -> None:

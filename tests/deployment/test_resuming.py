@@ -15,7 +15,7 @@ import pytest
 from made_up_run import make_step
 
 from asyncrl.atomic_write import write_atomically
-from asyncrl.checkpoints.directory import RunManifest, folder_of, write
+from asyncrl.checkpoints.directory import SCHEMA, RunManifest, folder_of, verified, write
 from asyncrl.cli import restarts
 from asyncrl.cli.options import print_previous
 from asyncrl.common.version import Lineage, Version
@@ -26,7 +26,14 @@ from asyncrl.deployment import resuming
 from asyncrl.deployment.learner_log import LearnerLog, going_on
 from asyncrl.deployment.resuming import Choice, chosen_checkpoint, no_checkpoint, step_of, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.errors import CheckpointDamaged, CheckpointError, ConfigError, RunError, RunLocked
+from asyncrl.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointOfOtherFormat,
+    ConfigError,
+    RunError,
+    RunLocked,
+)
 from asyncrl.learner.records import EvalRecord, StepRecord, read_lines
 from asyncrl.metrics.trackers import Going
 
@@ -54,6 +61,23 @@ def interrupted(folder: Path, *, steps: int, saved: int) -> RunDir:
         save(run, saved)
         run.stopped()
     return run
+
+
+@pytest.mark.parametrize("schema", [SCHEMA - 1, SCHEMA + 1])
+@pytest.mark.parametrize("step", [None, 4])
+@pytest.mark.parametrize("command", ["up", "resume"])
+def test_a_checkpoint_of_another_version_is_refused_and_no_older_one_takes_its_place(
+    command: str, step: int | None, schema: int, tmp_path: Path
+) -> None:
+    first = interrupted(tmp_path, steps=5, saved=3)
+    older = verified(folder_of(first.checkpoints, 3))
+    newer = msgspec.structs.replace(older, version=Version(1, 4), schema=schema)
+    write(folder_of(first.checkpoints, 4), newer, fill=lambda path: None)
+    before = {path: path.stat().st_mtime_ns for path in first.path.rglob("*")}
+    choose: Choice = unfinished_run if command == "up" else partial(chosen_checkpoint, step=step)
+    with pytest.raises(CheckpointOfOtherFormat, match=f"step-4 in format {schema}, and asyncrl .* reads only format"):
+        RunDir.create(config_in(tmp_path), choose=choose)
+    assert {path: path.stat().st_mtime_ns for path in first.path.rglob("*")} == before
 
 
 def info_of(run: RunDir) -> dict[str, Any]:

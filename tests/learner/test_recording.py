@@ -59,6 +59,7 @@ async def test_a_trained_step_is_recorded_with_what_it_trained() -> None:
 
 NOT_OF_A_STEP = {
     "weight_sent_ratio",
+    *("objective_steps_per_hour", "objective_training_ratio"),
     *("run_info", "stall_timeout_seconds", "weight_sync_timeout_seconds", "weight_lag_limit_versions"),
     "learner_health_note",  # only while something is wrong
     "learner_reward_component_mean",  # only if rewards have components

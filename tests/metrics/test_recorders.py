@@ -22,7 +22,12 @@ from asyncrl.metrics.numbers import NUMBERS
 from asyncrl.metrics.recorders import BufferMetrics, GeneratorMetrics, LearnerMetrics, ProcessMetrics
 
 CONFIG = Config.model_validate(
-    {"run": {"name": "tried"}, "model": {"path": "models/tiny"}, "algorithm": {"loss": "tis"}}
+    {
+        "run": {"name": "tried"},
+        "model": {"path": "models/tiny"},
+        "algorithm": {"loss": "tis"},
+        "metrics": {"objective_steps_per_hour": 60, "objective_training_ratio": 0.8},
+    }
 )
 GROUP = GroupMeta(
     group=0,
@@ -209,6 +214,18 @@ def test_every_timeout_of_the_configuration_is_shown_by_its_key() -> None:
     assert shown["run.shutdown_grace_s"] == 7.0
     assert shown["eval.timeout_s"] == settings["eval.timeout_s"]
     assert all(isinstance(seconds, float) and seconds > 0 for seconds in shown.values())
+
+
+def test_the_alerts_on_objectives_get_the_objectives_and_no_number_without_them() -> None:
+    metrics = LearnerMetrics()
+    metrics.limits(Config())
+    assert math.isnan(value(metrics, "asyncrl_objective_steps_per_hour") or 0.0)
+    assert math.isnan(value(metrics, "asyncrl_objective_training_ratio") or 0.0)
+    assert value(metrics, "asyncrl_learner_steps_total", outcome="trained") == 0.0, "no step counts as no step"
+    objectives = {"objective_steps_per_hour": 60, "objective_training_ratio": 0.8}
+    metrics.limits(Config.model_validate({"metrics": objectives}))
+    assert value(metrics, "asyncrl_objective_steps_per_hour") == 60.0
+    assert value(metrics, "asyncrl_objective_training_ratio") == 0.8
 
 
 def test_totals_are_raised_to_and_a_learner_that_goes_back_lowers_none() -> None:
