@@ -10,14 +10,17 @@ all of their files are compared with their checksums. `run.json` of the new run 
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl.checkpoints.directory import CHECKPOINTS, RunManifest, complete_steps, folder_of
-from asyncrl.checkpoints.run import RunParts
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment.resuming import found_checkpoint
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.learner.records import ForkPoint, known_info, read_info
+
+if TYPE_CHECKING:
+    from asyncrl.checkpoints.run import RunParts  # it imports Ray, which reads the token's mode when it is imported
 
 
 def fork_point(directory: Path, *, step: int | None) -> tuple[ForkPoint, RunManifest]:
@@ -69,7 +72,7 @@ def check_new(directory: Path) -> None:
         )
 
 
-def load_fork(parts: RunParts, point: ForkPoint) -> None:
+def load_fork(parts: "RunParts", point: ForkPoint) -> None:
     """Loads the first weights of a fork. The ranks have started. Raises CheckpointError if the other run has deleted
     the checkpoint meanwhile, or if the model here has other tensors."""
     try:

@@ -1,5 +1,7 @@
 """`asyncrl fork RUN NEW` starts what `asyncrl up` starts, with the configuration of another run and its weights."""
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -147,3 +149,8 @@ def test_the_help_says_what_is_taken_over() -> None:
     text = " ".join(runner.invoke(app, ["fork", "--help"]).stdout.split())
     assert "takes over the weights of the policy" in text
     assert "asyncrl fork quickstart stale --at step-50 staleness.max_versions=8" in text
+
+
+def test_the_command_is_imported_without_ray_which_would_read_the_mode_of_the_token_too_early() -> None:
+    code = "import sys, asyncrl.cli.fork; sys.exit(any(name in sys.modules for name in ('ray', 'torch', 'vllm')))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
