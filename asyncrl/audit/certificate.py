@@ -149,6 +149,9 @@ def _run(history: History) -> dict[str, Any]:
         "began_utc": None if info is None else info.started,
         "ended_utc": None if info is None else info.finished,
         "state": None if info is None else info.state,
+        "began_with_the_weights_of": (
+            "the model at model.path" if history.forked_from is None else f"{history.forked_from}, which is another run"
+        ),
         "training_steps": len(history.steps),
         "training_steps_lost_in_restarts": len(history.lost),
         "trained_samples": sum(len(group.samples) for step in history.steps for group in step.groups),

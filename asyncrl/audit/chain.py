@@ -33,9 +33,11 @@ def chain_holds(history: History) -> str:
     published = _check_published(history)
     saved = _check_checkpoints(history)
     _check_kept(history)
+    first, last = history.steps[0], history.steps[-1]
+    start = "" if history.forked_from is None else f"the fork began with the digest {first.before:016x}, and "
     return (
         f"{len(history.steps)} steps follow each other, {published} publications and {saved} checkpoints have their "
-        f"weights; the digest after step {history.steps[-1].step} is {history.steps[-1].after:016x}"
+        f"weights; {start}the digest after step {last.step} is {last.after:016x}"
     )
 
 

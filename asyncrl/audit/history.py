@@ -26,7 +26,7 @@ from asyncrl.learner.audit_records import (
     TrainedStep,
     read_records,
 )
-from asyncrl.learner.records import StepRecord, known_info, read_lines
+from asyncrl.learner.records import ForkPoint, RunInfo, StepRecord, known_info, read_lines
 from asyncrl.run_files import UNREADABLE, names, read
 
 # The outcome of one check of the audit, and the errors with which a check says that it did not pass.
@@ -72,7 +72,8 @@ class History:
 
     `steps` are the surviving ones, from which the newest weights are made, in the order of the records. `lost` are the
     others. `began` has the start of each incarnation that wrote records. `end` is the end of the run; None if the run
-    lives, was killed, or was resumed. `damage` says which record cannot be read or is missing; None if there is none.
+    lives, was killed, or was resumed. `forked_from` is the checkpoint of another run with whose weights this run began;
+    None if there is none. `damage` says which record cannot be read or is missing; None if there is none.
     """
 
     directory: Path
@@ -82,6 +83,7 @@ class History:
     lost: tuple[TrainedStep, ...]
     published: tuple[PublishedVersion, ...]
     end: Ended | None
+    forked_from: ForkPoint | None
     damage: str | None
 
     @property
@@ -147,7 +149,8 @@ def read_history(directory: Path) -> History:
     last = read[max(read)].records
     end = last[-1] if last and max(read) == lineage.incarnation else None
     survived = {step.step for step in steps if lineage.has(step.made)}
-    damages += unreadable + _cut(directory, lines, survived, newest=read.get(lineage.incarnation))
+    info = known_info(directory)
+    damages += unreadable + _cut(info, lines, survived, newest=read.get(lineage.incarnation))
     return History(
         directory=directory,
         lineage=lineage,
@@ -156,6 +159,7 @@ def read_history(directory: Path) -> History:
         lost=tuple(step for step in steps if not lineage.has(step.made)),
         published=tuple(record for record in records if isinstance(record, PublishedVersion)),
         end=end if isinstance(end, Ended) else None,
+        forked_from=None if info is None else info.forked_from,
         damage=damages[0] if damages else None,
     )
 
@@ -168,14 +172,15 @@ def _trained_lines(directory: Path) -> tuple[list[int], list[str]]:
         return [], [str(error)]
 
 
-def _cut(directory: Path, lines: Sequence[int], steps: Collection[int], *, newest: ReadRecords | None) -> list[str]:
+def _cut(
+    info: RunInfo | None, lines: Sequence[int], steps: Collection[int], *, newest: ReadRecords | None
+) -> list[str]:
     """Returns in words the signs that the end of the audit's records was cut off.
 
     A step has its line in steps.jsonl before its record for the audit, so a killed run can lack the last record only.
-    `lines` are the trained steps in steps.jsonl, and `steps` the surviving ones in the records. `newest` are the
-    records of the newest incarnation; None if it has none.
+    `info` is run.json of the run; None if it cannot be read. `lines` are the trained steps in steps.jsonl, and `steps`
+    the surviving ones in the records. `newest` are the records of the newest incarnation; None if it has none.
     """
-    info = known_info(directory)
     state = "running" if info is None else info.state
     killed = state in ("running", "died")
     lacking = [step for step in lines if step not in steps and not (step == lines[-1] and state != "finished")]

@@ -71,6 +71,8 @@ def steps_replay(history: History, *, trust: bool = False) -> str:
             "the current one; check 6 needs only the run's directory (--witness-steps)"
         )
     with _policy(config) as policy:
+        if history.forked_from is not None:
+            policy.load_checkpoint(kept.weights_path(_kept_start(kept, history.steps[0])))
         _replay(policy, config, history.steps, batches)
         limits = ParityLimits.of(config, temperature=config.generator.temperature)
         differences = _rescore(policy, kept, history.steps, batches, config=config, limits=limits)
@@ -103,6 +105,15 @@ def _check_same_conditions(history: History, config: Config) -> None:
     check_same_settings(history)
     for kind in {step.digest_kind for step in history.steps}:
         check_kind(kind)
+
+
+def _kept_start(kept: KeptSteps, first: TrainedStep) -> Version:
+    """Returns the version with whose kept weights a fork began, for it did not begin with the model at `model.path`.
+    Raises NotPossible if they were not kept."""
+    version = Version(first.incarnation, first.step)
+    if version not in kept.versions():
+        raise NotPossible(f"the weights of version {version}, with which the fork began, were not kept")
+    return version
 
 
 @contextmanager

@@ -74,6 +74,11 @@ def steps_witnessed(history: History, *, steps: int, progress: Callable[[str], N
     check_same_settings(history)
     first, others = chosen_steps(len(history.steps), steps)
     witness = _Witness(config=config, kept=kept, model=PlainModel(_described(history), lora=config.model.lora))
+    if history.forked_from is not None and config.model.lora is None and witness.reads_reference:
+        raise NotPossible(
+            f"the run began with the weights of {history.forked_from}, and its reference policy is the model at "
+            "model.path, whose weights the run did not keep"
+        )
     for done, place in enumerate([*first, *others]):
         step = history.steps[place]
         progress(f"6 witness: computing step {step.step} plainly ({done + 1} of {len(first) + len(others)})")
@@ -127,6 +132,12 @@ class _Witness:
             each.check: each
             for each in comparisons(tolerance_nats=tolerance, equal_advantages=equal, most_groups=MOST_GROUPS)
         }
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the objective or the advantage estimator reads log-probs under the reference policy."""
+        kl = self._token_rule is not None and self._token_rule["kl"] is not None
+        return kl or _reads_reference(self._objective)
 
     def left_out_in_words(self) -> tuple[str, ...]:
         """Returns what was not computed again, with the reasons, for the audit's text and certificate."""
@@ -215,8 +226,7 @@ class _Witness:
     def _reference(self, rows: Mapping[int, TrainedRow], initial: Version) -> dict[int, list[float]]:
         """Returns the log-probs of rows under the reference: the weights with which the run began. Returns an empty
         mapping if neither the objective nor the advantage estimator reads them."""
-        kl = self._token_rule is not None and self._token_rule["kl"] is not None
-        if not (kl or _reads_reference(self._objective)):
+        if not self.reads_reference:
             return {}
         self._load(initial)
         with self._model.without_adapter():

@@ -92,6 +92,13 @@ class RunParts:
             self.critic.load_checkpoint(*parts_of(path / CRITIC))
         load_rows(self.rows, path / ROWS)
 
+    def load_weights(self, path: Path) -> None:
+        """Loads the weights of the policy from the checkpoint at `path`, which may be of another run, and those of the
+        critic if both runs have one. The optimizers stay new."""
+        self.policy.load_checkpoint(parts_of(path / POLICY)[0])
+        if self.critic is not None and (path / CRITIC).exists():
+            self.critic.load_checkpoint(parts_of(path / CRITIC)[0])
+
 
 def read_snapshot(path: Path) -> RunSnapshot:
     """Returns the snapshot in the checkpoint at `path`. Raises CheckpointDamaged if it cannot be read."""

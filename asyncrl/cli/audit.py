@@ -68,6 +68,8 @@ def audit(
     if certificate is not None and not os.access(certificate.absolute().parent, os.W_OK):
         raise ConfigError(f"--certificate {certificate}: its folder is missing or cannot be written; name another file")
     history, outcomes = read_history(existing_run(run)), []
+    if history.forked_from is not None:
+        say(f"fork: the run began with the weights of {history.forked_from}; audit that run for the steps before them")
     for outcome in outcomes_of(
         history, trust=trust, witness_steps=witness_steps, progress=lambda text: say(text, err=True)
     ):

@@ -28,7 +28,7 @@ from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.run_files import OF_DAMAGED_FILES
 from asyncrl.shown_text import shown
 
-SUPERVISED = ("up", "resume", "learner")
+SUPERVISED = ("up", "resume", "fork", "learner")
 """The commands that are started again after their process has died, or after an error that a restart may fix."""
 REPORTED = ("generator",)
 """The commands whose death gets the exit code of errors that a restart may fix. Their user starts them again."""
@@ -41,6 +41,7 @@ COMMANDS: dict[str, str] = {
     "up": "Run everything on this machine: Ray, generators, learner, live view.",
     "sweep": "Train a run for each combination of settings and each seed, and compare them.",
     "resume": "Continue a run from its newest checkpoint, or from an earlier one.",
+    "fork": "Begin a new run with the weights of a checkpoint of another run.",
     "head": "Start a Ray cluster on this machine, for a run in several terminals.",
     "generator": "Add generators to a run on a Ray cluster.",
     "learner": "Start the learner of a run on a Ray cluster.",

@@ -19,6 +19,7 @@ from asyncrl.config.schema import Config
 from asyncrl.deployment.known_runs import address_of, best_checkpoint, dead_runs, newest_weights
 from asyncrl.deployment.resuming import Choice, no_checkpoint, unfinished_run
 from asyncrl.errors import AsyncRLError
+from asyncrl.learner.records import known_info
 from asyncrl.run_files import OF_DAMAGED_FILES
 
 if TYPE_CHECKING:
@@ -147,12 +148,20 @@ def clear_previous(config: Config) -> None:
 
 
 def print_previous(run_dir: "RunDir") -> None:
-    """Prints and logs from which checkpoint the run continues, or to which directory the previous run of this name was
-    moved."""
+    """Prints and logs from which checkpoint the run continues or was forked, and to which directory the previous run of
+    this name was moved."""
     from asyncrl.views.quantities import duration
 
+    fork = run_dir.forked_from
     if run_dir.previous is not None:
-        print_warnings([f"the previous run is now {run_dir.previous}"])
+        before = known_info(run_dir.previous)
+        of_fork = "" if before is None or before.forked_from is None else f", which began with {before.forked_from}"
+        begins = "; this run begins with the model at model.path" if of_fork and fork is None else ""
+        print_warnings([f"the previous run is now {run_dir.previous}{of_fork}{begins}"])
+    if fork is not None and run_dir.resumed is None:
+        line = f"run {run_dir.path.name} begins with the weights of {fork}"
+        logger.info("%s", line)
+        say(line)
     if (resumed := run_dir.resumed) is not None:
         why = f"the process before this one ended {earlier_end()}; " if earlier_end() else ""
         line = (

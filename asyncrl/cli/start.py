@@ -1,4 +1,5 @@
-"""How a run starts and ends, from top to bottom: for `asyncrl up`, `resume`, `learner`, `generator` and `asyncrl.run`.
+"""How a run starts and ends, from top to bottom: for `asyncrl up`, `resume`, `fork`, `learner`, `generator` and
+`asyncrl.run`.
 
     preflight    the configuration is checked, and the user's code is tried (`preflight.prepared`)
         │
@@ -59,7 +60,7 @@ from asyncrl.deployment.resuming import Choice, Resumed, no_checkpoint, rate_cha
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen, StartLog
 from asyncrl.errors import ClusterUnreachable, LearnerNotRestored, RunError
-from asyncrl.learner.records import Summary, known_info
+from asyncrl.learner.records import ForkPoint, Summary, known_info
 from asyncrl.metrics.states import monotonic_at_process_start
 from asyncrl.shown_text import shown
 from asyncrl.views.console import ShownConsole
@@ -117,19 +118,25 @@ def run_in_terminal(
     address: str | None,
     choose: Choice = unfinished_run,
     again: Sequence[str],
+    forked_from: ForkPoint | None = None,
     new_parts: Callable[[], Parts] = imported_parts,
 ) -> None:
-    """Runs both deployments of a run for `up` and `resume`, or its learner, and prints how the run ended.
+    """Runs both deployments of a run for `up`, `resume` and `fork`, or its learner, and prints how the run ended.
 
     `prompts` are the prompts if they are loaded already. `address` is the cluster to join; None to start one. `choose`
     decides whether an earlier run in the directory is resumed, or the directory moved aside. `again` is the command
-    that starts the run again, without `asyncrl`.
+    that starts the run again, without `asyncrl`. A new run begins with the weights of `forked_from`, if there is one.
     """
     if address is not None:
         choose = join_admitted(address, config, choose=choose)
     run = run_both if command == "up" else run_learner
     showing = shown_run(
-        config, role=command, console=ShownConsole(), started_s=monotonic_at_process_start(), choose=choose
+        config,
+        role=command,
+        console=ShownConsole(),
+        started_s=monotonic_at_process_start(),
+        choose=choose,
+        forked_from=forked_from,
     )
     with showing as (run_dir, screen):
 
@@ -217,7 +224,13 @@ def _chosen_or_refused(directory: Path, config: Config, *, choose: Choice, refus
 
 @contextlib.contextmanager
 def shown_run(
-    config: Config, *, role: str, console: Console, started_s: float, choose: Choice
+    config: Config,
+    *,
+    role: str,
+    console: Console,
+    started_s: float,
+    choose: Choice,
+    forked_from: ForkPoint | None = None,
 ) -> Iterator[tuple[RunDir, Screen]]:
     """Takes the run's directory for this process (`reported_run`), and shows the run on `console` within the block.
 
@@ -225,7 +238,8 @@ def shown_run(
     the run's newest weights are. `started_s` is the start of the run on the monotonic clock.
     """
     clear_previous(config)
-    with reported_run(config, role=role, choose=choose) as run_dir, weights_named(run_dir.path):
+    taken = reported_run(config, role=role, choose=choose, forked_from=forked_from)
+    with taken as run_dir, weights_named(run_dir.path):
         print_previous(run_dir)
         if run_dir.resumed is not None:
             print_warnings(rate_changes(run_dir.resumed, config))
@@ -238,14 +252,17 @@ def shown_run(
 
 
 @contextlib.contextmanager
-def reported_run(config: Config, *, role: str, choose: Choice = unfinished_run) -> Iterator[RunDir]:
+def reported_run(
+    config: Config, *, role: str, choose: Choice = unfinished_run, forked_from: ForkPoint | None = None
+) -> Iterator[RunDir]:
     """Takes the run's directory for this process and logs to it. `choose` decides whether an earlier run in the
-    directory is resumed, or the directory moved aside.
+    directory is resumed, or the directory moved aside. A new run begins with the weights of `forked_from`.
 
     When the block ends in any way, run.json records how it ended, and the report is written. Raises RunLocked if
     another process holds the directory.
     """
-    with contextlib.ExitStack() as after, RunDir.create(config, choose=choose) as run_dir:
+    creating = RunDir.create(config, choose=choose, forked_from=forked_from)
+    with contextlib.ExitStack() as after, creating as run_dir:
         # After the directory is closed, the report is written first, because it needs the end in run.json. Then the
         # mirror gets it. The log is closed last, because it gets the errors of both.
         after.enter_context(log_to(run_dir.log_path(role, 0)))

@@ -85,8 +85,9 @@ def unfinished_run(directory: Path, config: Config) -> Resumed | None:
     """Chooses the newest checkpoint of a run that has not finished. For `asyncrl up`.
 
     Returns None if the run has finished, or has no complete checkpoint. Raises CheckpointDamaged if it has complete
-    checkpoints, but none of them can be used, and CheckpointOfOtherFormat if another version wrote them. Raises
-    ConfigError, which names the key and both values, if `config` changes a setting that must stay.
+    checkpoints, but none of them can be used, CheckpointOfOtherFormat if another version wrote them, RunError if it is
+    a fork without a checkpoint, and ConfigError, which names the key and both values, if `config` changes a setting
+    that must stay.
     """
     checkpoints = directory / CHECKPOINTS
     put_back(checkpoints)
@@ -99,6 +100,12 @@ def unfinished_run(directory: Path, config: Config) -> Resumed | None:
                 f"the run in {directory} has not finished, and none of its checkpoints can be used "
                 f"({', '.join(folder_of(checkpoints, step).name for step in steps)}; the log has the reasons). Begin a "
                 "new run with --fresh, which moves this directory aside, or set another run.name"
+            )
+        if (fork := info.forked_from) is not None:
+            raise RunError(
+                f"the run in {directory} began with the weights of {fork}, and ended before its first checkpoint, so "
+                f"it cannot be resumed, and a new run would begin with other weights: give asyncrl fork again, with "
+                f"--at step-{fork.version.step}, or begin a run with the model at model.path by --fresh"
             )
         return None
     return _checked(Resumed(*found, info), directory, config)
@@ -241,8 +248,8 @@ def found_checkpoint(directory: Path, step: int | None) -> tuple[Path, RunManife
     if step is None:
         if (found := _newest(directory)) is None:
             raise ConfigError(
-                f"{checkpoints} has no complete and undamaged checkpoint, so the run cannot be resumed: start it again "
-                "with asyncrl up"
+                f"{checkpoints} has no complete and undamaged checkpoint: wait for the first one if the run trains now "
+                "(checkpoint.every_steps), else start it again with asyncrl up"
             )
         return found
     path = folder_of(checkpoints, step)

@@ -60,12 +60,14 @@ from asyncrl.learner.records import (
     DATA,
     DataRecord,
     EvalRecord,
+    ForkPoint,
     RecordSink,
     Resumption,
     RunInfo,
     SampleRecord,
     StepRecord,
     Summary,
+    known_info,
 )
 from asyncrl.run_files import check_plain, opened_to_append
 from asyncrl.shown_text import redacted
@@ -135,7 +137,7 @@ def take(path: Path, info: RunInfo, *, checkpoint: Callable[[], Resumed | None])
             lock.close()
             continue
         try:
-            records = (path / "run.json").exists() and _has_records(path)
+            records = (path / "run.json").exists() and (_has_records(path) or _is_fork(path))
             resumed = checkpoint() if records else None
             if resumed is not None or not records:
                 check_plain(path, except_for=OF_TRACKERS)
@@ -156,6 +158,13 @@ def take(path: Path, info: RunInfo, *, checkpoint: Callable[[], Resumed | None])
 def _has_records(path: Path) -> bool:
     entries = [entry.name for entry in path.iterdir() if entry.suffix != ".tmp"]  # `.tmp`: of a killed writer
     return not OF_EVERY_START.issuperset(entries) or any((path / SAMPLES).glob("*"))
+
+
+def _is_fork(path: Path) -> bool:
+    """Returns whether the run in a directory began with the weights of another run. This is a record, even if its start
+    failed: the next run there must not begin with other weights unnoticed."""
+    info = known_info(path)
+    return info is not None and info.forked_from is not None
 
 
 def _free_name(path: Path) -> Path:
@@ -207,9 +216,11 @@ class RunDir(RecordSink):
         self.steps_written = 0
 
     @classmethod
-    def create(cls, config: Config, *, choose: Choice = unfinished_run) -> "RunDir":
+    def create(
+        cls, config: Config, *, choose: Choice = unfinished_run, forked_from: ForkPoint | None = None
+    ) -> "RunDir":
         """Takes the directory of `config.run` for this process. If it has the records of a run, `choose` chooses the
-        checkpoint from which that run continues.
+        checkpoint from which that run continues. A new run records that it begins with the weights of `forked_from`.
 
         Raises RunLocked if another process holds the directory, ConfigError if it cannot be created, FileRefused if it
         contains a link, and the errors of `choose`.
@@ -223,6 +234,7 @@ class RunDir(RecordSink):
             started=_now(),
             nonce=secrets.token_hex(8),
             boot=boot_id(),
+            forked_from=forked_from,
             versions=joint_versions(),
         )
         try:
@@ -245,6 +257,11 @@ class RunDir(RecordSink):
     @property
     def nonce(self) -> str:
         return self._info.nonce
+
+    @property
+    def forked_from(self) -> ForkPoint | None:
+        """The checkpoint of another run with whose weights this run began; None if there is none."""
+        return self._info.forked_from
 
     @property
     def restarts(self) -> Sequence[Resumption]:
@@ -411,7 +428,11 @@ class RunDir(RecordSink):
         restart = Resumption(at=self._info.started, step=resumed.step, incarnation=self.lineage.incarnation)
         before = resumed.info
         self._info = msgspec.structs.replace(
-            self._info, started=before.started, nonce=before.nonce, resumed=[*before.resumed, restart]
+            self._info,
+            started=before.started,
+            nonce=before.nonce,
+            resumed=[*before.resumed, restart],
+            forked_from=before.forked_from,
         )
 
     def _lay_out(self, config: Config) -> None:

@@ -17,6 +17,7 @@ from asyncrl.data.light_tokenizer import model_folder
 from asyncrl.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from asyncrl.data_plane.interfaces import DataPlaneClient
 from asyncrl.data_plane.rows import Rows
+from asyncrl.deployment.forking import load_fork
 from asyncrl.deployment.inputs import Prompts, data_record, lines_on_data, tags_of_rewards
 from asyncrl.deployment.learner_log import LearnerLog
 from asyncrl.deployment.run_dir import RunDir, processor, provenance
@@ -111,7 +112,8 @@ class Training:
         tokenizer: Any,
         stop: asyncio.Event,
     ) -> RunTotals:
-        """Restores the checkpoint of a resumed run and runs the learner's loop. The ranks have started."""
+        """Restores the checkpoint of a resumed run, or loads the first weights of a fork. Then runs the learner's loop.
+        The ranks have started."""
         config, packages = self.config, provenance()
         parts = RunParts(
             config=config,
@@ -125,6 +127,9 @@ class Training:
         if (resumed := self.run_dir.resumed) is not None:
             self.display.enter(f"restoring step {resumed.step}")
             await asyncio.to_thread(parts.load, resumed.path)
+        elif (fork := self.run_dir.forked_from) is not None:
+            self.display.enter(f"loading {fork}")
+            await asyncio.to_thread(load_fork, parts, fork)
         weights = {part.name: part.weight for part in config.data.mixture}
         trained_prompts = await asyncio.to_thread(
             TrainedPrompts, prompts.train, weights=weights, epochs=config.data.epochs

@@ -25,6 +25,7 @@ import msgspec
 
 from asyncrl.buffer.records import FailureCount
 from asyncrl.common.concern import Concern
+from asyncrl.common.version import Version
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.errors import FileRefused, RunError
@@ -91,6 +92,19 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
         return datetime.fromisoformat(self.at).timestamp()
 
 
+class ForkPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The checkpoint with whose weights a run began (`asyncrl fork`): the name, the nonce and the absolute directory of
+    the other run, and the version of the weights."""
+
+    run: str
+    nonce: str
+    directory: str
+    version: Version
+
+    def __str__(self) -> str:
+        return f"step-{self.version.step} of run {self.run} ({self.directory})"
+
+
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The description of a run: `run.json`. Times are ISO 8601 in UTC.
 
@@ -103,6 +117,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     `ray_session` is the folder of the Ray instance that the run started; None when the run used a running Ray.
     `shared_memory` lists the files in /dev/shm that the run's engines use. A killed engine leaves them there.
     `started` is the first start of the run, `resumed` has its restarts in order.
+    `forked_from` is the checkpoint of another run with whose weights this run began; None if it began with the model at
+    `model.path`.
     `versions` has the versions of asyncrl, torch, transformers and vLLM at the last start. All deployments of the run
     have versions with the same first two parts.
     """
@@ -119,6 +135,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     ray_session: str | None = None
     shared_memory: list[str] = []
     resumed: list[Resumption] = []
+    forked_from: ForkPoint | None = None
     versions: dict[str, str] = {}
     finished: str | None = None
     exit_reason: str | None = None

@@ -31,7 +31,7 @@ from asyncrl.errors import RunError
 from asyncrl.generation.episodes import episode_rows, single_turn, version_spans
 from asyncrl.generation.interfaces import Completion
 from asyncrl.learner.audit_records import TrainedStep, framed, read_records, records_path
-from asyncrl.learner.records import StepRecord, read_lines
+from asyncrl.learner.records import ForkPoint, StepRecord, read_info, read_lines
 from asyncrl.ranks.digest import KINDS
 
 
@@ -144,6 +144,22 @@ async def test_the_command_prints_a_line_a_check_and_exits_by_the_verdict(tmp_pa
     damaged = CliRunner().invoke(app, ["audit", str(directory)])
     assert damaged.exit_code == 1
     assert "does not match its checksum" in damaged.output
+
+
+@pytest.mark.usefixtures("ray_token_mode")
+@pytest.mark.asyncio
+async def test_a_fork_names_the_other_run_and_the_digest_of_its_first_weights(tmp_path: Path) -> None:
+    directory = await record(tmp_path)
+    point = ForkPoint(run="base", nonce="9e", directory="/runs/base", version=Version(1, 50))
+    info = msgspec.structs.replace(read_info(directory), forked_from=point)
+    (directory / "run.json").write_bytes(msgspec.json.encode(info))
+    result = CliRunner().invoke(app, ["audit", str(directory), "--certificate", str(tmp_path / "found.json")])
+    assert result.exit_code == 0, result.output
+    first, *lines = result.output.splitlines()
+    assert first.startswith("fork: the run began with the weights of step-50 of run base (/runs/base); audit that run")
+    assert f"the fork began with the digest {read_history(directory).steps[0].before:016x}, and the digest" in lines[3]
+    found = json.loads((tmp_path / "found.json").read_bytes())
+    assert found["run"]["began_with_the_weights_of"] == "step-50 of run base (/runs/base), which is another run"
 
 
 @pytest.mark.asyncio

@@ -1,5 +1,6 @@
 """Check 6 of the audit passes on a run that torch trained, finds what a run did otherwise, and needs only its files."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -18,6 +19,8 @@ from asyncrl.audit.audit import checked
 from asyncrl.audit.history import Outcome, Verdict, read_history
 from asyncrl.audit.witnessed import chosen_steps, steps_witnessed
 from asyncrl.cli.main import app
+from asyncrl.common.version import Version
+from asyncrl.learner.records import ForkPoint
 
 
 def witnessed(directory: Path, *, steps: int = STEPS) -> Outcome:
@@ -77,6 +80,21 @@ def test_a_planted_fault_is_found_by_its_check(name: str, tmp_path: Path) -> Non
     assert words in outcome.detail
     assert outcome.witnessed is not None
     assert check in [each.check for each in outcome.witnessed.comparisons if each.failed]
+
+
+def test_a_fork_whose_reference_was_not_kept_is_not_possible_and_another_fork_passes(
+    healthy: Path, tmp_path: Path
+) -> None:
+    """The reference policy of a fork is not the one with which it began."""
+    point = ForkPoint(run="base", nonce="9e", directory="/runs/base", version=Version(1, 50))
+    check = partial(steps_witnessed, steps=1, progress=lambda text: None)
+    fork = dataclasses.replace(read_history(healthy), forked_from=point)
+    assert checked("6 witness", check, fork).verdict is Verdict.PASSED
+    with_kl = record_plainly(tmp_path / "run", overrides={"penalties": [{"beta": 0.1, "kind": "k3"}]})
+    assert checked("6 witness", check, read_history(with_kl)).verdict is not Verdict.NOT_POSSIBLE
+    outcome = checked("6 witness", check, dataclasses.replace(read_history(with_kl), forked_from=point))
+    assert outcome.verdict is Verdict.NOT_POSSIBLE
+    assert "began with the weights of step-50 of run base (/runs/base), and its reference policy" in outcome.detail
 
 
 def test_a_rate_of_another_step_of_the_schedule_is_found_in_steps_that_are_not_computed(tmp_path: Path) -> None:

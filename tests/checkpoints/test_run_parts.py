@@ -37,6 +37,10 @@ class FakeRanks:
         weights_path.mkdir(parents=True)
         (weights_path / "shard").write_bytes(self._name.encode())
 
+    def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None = None) -> None:
+        assert optimizer_path is None
+        self._calls.append(f"load {(weights_path / 'shard').read_text()}")
+
     def write_hf(self, weights_path: Path, path: Path) -> None:
         self._calls.append(f"convert {(weights_path / 'shard').read_text()}")
         path.mkdir()
@@ -98,6 +102,18 @@ def test_the_parts_are_written_after_they_were_copied(tmp_path: Path, critic: bo
         *(["hf/model"] if hf else []),
     }
     assert read_snapshot(tmp_path / "step-0") == taken
+
+
+@pytest.mark.parametrize(("saved", "here"), [(False, False), (True, True), (False, True), (True, False)])
+def test_a_fork_loads_the_weights_of_the_models_that_both_runs_have_and_no_optimizer(
+    tmp_path: Path, saved: bool, here: bool
+) -> None:
+    run = parts([], critic=saved)
+    run.stage()
+    run.write(tmp_path / "step-0", snapshot(run), hf=False)
+    calls: list[str] = []
+    parts(calls, critic=here).load_weights(tmp_path / "step-0")
+    assert calls == ["load policy", *(["load critic"] if saved and here else [])]
 
 
 def test_a_part_that_cannot_be_written_leaves_no_checkpoint(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def chosen(matchers: list[str]) -> set[str]:
 def test_amtool_accepts_it() -> None:
     path = shutil.which("amtool")
     if path is None:
-        pytest.skip("amtool is not installed: `apt-get install prometheus-alertmanager`, as .ci/install-packages does")
+        pytest.skip("amtool is not installed: `apt-get install prometheus-alertmanager`")
     done = subprocess.run(
         [path, "check-config", str(FILE)], capture_output=True, text=True, timeout=60, check=False
     )  # fmt: skip

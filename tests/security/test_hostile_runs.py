@@ -19,11 +19,13 @@ from typer.testing import CliRunner
 from asyncrl.cli import main
 from asyncrl.cli.main import app
 from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
 from asyncrl.deployment.known_runs import dead_runs, live_runs
 from asyncrl.deployment.resuming import Choice, chosen_checkpoint, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.run_tables import load_run
 from asyncrl.errors import AsyncRLError, RunError
+from asyncrl.learner.records import ForkPoint
 
 LIMIT_S = 60
 """Ends a command that hangs. It is longer than the 10 s of the documentation, because a busy machine is slow."""
@@ -121,6 +123,46 @@ def test_a_run_that_goes_on_there_touches_nothing_outside(number: int, change: C
     assert (contents(outside(evil)), contents(evil.parent / "good")) == before
 
 
+@pytest.mark.parametrize(("number", "change"), NUMBERED)
+def test_a_fork_of_it_only_reads_it(number: int, change: Change, evil: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part of `fork` that uses the directory, without Ray."""
+    change(evil)
+    before = contents(outside(evil)), contents(evil.parent / "good"), entries(evil)
+    begun = fork_without_ray(monkeypatch)
+    command = ("fork", "runs/evil", "forked", *(("--at", "step-2") if number % 2 else ()))
+    with bounded(command):
+        result = CliRunner().invoke(app, list(command))
+    assert isinstance(result.exception, SystemExit | None), result.exception
+    assert result.exit_code in (0, 1, 2)
+    assert SECRET.decode().strip() not in result.output
+    errors = [line for line in result.output.splitlines() if "error:" in line]
+    assert len(errors) == (result.exit_code != 0), result.output
+    assert max(map(len, errors), default=0) <= LONGEST_LINE, errors
+    assert len(begun) == (result.exit_code == 0)
+    assert (contents(outside(evil)), contents(evil.parent / "good"), entries(evil)) == before
+
+
+def test_the_good_run_is_forked(evil: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = fork_without_ray(monkeypatch)
+    result = CliRunner().invoke(app, ["fork", "runs/good", "forked"])
+    assert result.exit_code == 0, result.output
+    assert [(point.run, point.version.step) for point in begun] == [("good", 2)]
+
+
+def fork_without_ray(monkeypatch: pytest.MonkeyPatch) -> list[ForkPoint]:
+    """Makes `asyncrl fork` create the directory of the new run and nothing else. The list gets the checkpoint with
+    which it begins."""
+    begun: list[ForkPoint] = []
+
+    def create(config: Config, prompts: None, *, forked_from: ForkPoint, choose: Choice, **_: object) -> None:
+        with RunDir.create(config, choose=choose, forked_from=forked_from):
+            begun.append(forked_from)
+
+    monkeypatch.setattr("asyncrl.cli.fork.prepared", lambda layers, words, **_: (load_config(layers, words), None))
+    monkeypatch.setattr("asyncrl.cli.fork.run_in_terminal", create)
+    return begun
+
+
 def test_the_good_run_is_used_by_every_command(evil: Path) -> None:
     for command in ALL:
         result = CliRunner().invoke(app, list(command))
@@ -162,6 +204,12 @@ def bounded(command: Sequence[str]) -> Iterator[None]:
 def memory_kib(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+def entries(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Returns the mode, the size and the time of the last change of each entry below a folder."""
+    found = {str(path.relative_to(folder)): path.lstat() for path in sorted(folder.rglob("*"))}
+    return {name: (stat.st_mode, stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
 
 
 def contents(folder: Path) -> dict[str, bytes | str]:

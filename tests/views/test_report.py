@@ -16,10 +16,11 @@ from written_runs import HOSTILE, lively_step, write_run
 
 from asyncrl.buffer.records import Failure, FailureCount
 from asyncrl.cli.main import app
+from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import FailureClass, RunError
-from asyncrl.learner.records import EvalRecord, Resumption, state_shares
+from asyncrl.learner.records import EvalRecord, ForkPoint, Resumption, state_shares
 from asyncrl.views import report_staleness
 from asyncrl.views.charts import Series
 from asyncrl.views.report import read_run, report_html, write_report
@@ -390,3 +391,12 @@ def test_every_curve_over_steps_marks_the_restarts(tmp_path: Path) -> None:
         assert page.count(f"<title>{label}</title>") == over_steps
     assert "resumed 2 times (dotted lines in the curves)" in " ".join(page.split())
     assert "resumed" not in plain.partition("</header>")[0]
+
+
+def test_the_page_of_a_fork_names_the_checkpoint_with_which_it_began(tmp_path: Path) -> None:
+    records = read_run(write_run(tmp_path, [make_step(0)]))
+    assert "with the weights of" not in report_html(records)
+    point = ForkPoint(run=HOSTILE, nonce="9e", directory="/runs/base", version=Version(1, 50))
+    page = report_html(dataclasses.replace(records, info=msgspec.structs.replace(records.info, forked_from=point)))
+    assert "with the weights of step-50 of run " in page
+    assert HOSTILE in " ".join(Page(page).text.split())
