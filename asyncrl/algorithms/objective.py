@@ -386,8 +386,9 @@ class ByCovariance(_Axis, frozen=True, kw_only=True):
     tokens with a large c lower the entropy most. The choice is made once a step, before its first update. The authors'
     code makes it anew in each micro-batch.
 
-    ⌊share · N⌋ of the step's N trained tokens are chosen, but at least one, and only such with lo ≤ c ≤ hi. If the last
-    of them and the next token are equal in the order, all tokens that are equal to them are left out.
+    The first ⌊share · N⌋ of the step's N trained tokens in the order are chosen, or the first one if this is 0, and
+    only such with lo ≤ c ≤ hi. If the last of them and the next token are equal in the order, all tokens that are equal
+    to them are left out, so it may be that no token is chosen.
 
     Stale tokens: c does not see staleness. They count in the means and in N like fresh ones.
 

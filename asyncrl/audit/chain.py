@@ -14,7 +14,7 @@ from asyncrl.checkpoints.run import POLICY, ROWS
 from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.row_checksums import row_checksums
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, CheckpointOfOtherFormat
 from asyncrl.learner.audit_records import TrainedStep
 from asyncrl.learner.saving import KeptSteps
 from asyncrl.ranks.digest import KINDS, combined, tensor_digest
@@ -94,6 +94,8 @@ def _check_checkpoints(history: History) -> int:
         path = folder_of(checkpoints, step)
         try:
             manifest = verified(path)
+        except CheckpointOfOtherFormat as error:
+            raise NotPossible(str(error)) from error
         except (CheckpointError, FileNotFoundError) as error:
             if not path.exists():  # the run lives, and has deleted it now
                 continue

@@ -92,11 +92,11 @@ class RunParts:
             self.critic.load_checkpoint(*parts_of(path / CRITIC))
         load_rows(self.rows, path / ROWS)
 
-    def load_weights(self, path: Path) -> None:
+    def load_weights(self, path: Path, *, critic: bool) -> None:
         """Loads the weights of the policy from the checkpoint at `path`, which may be of another run, and those of the
-        critic if both runs have one. The optimizers stay new."""
+        critic if this run has one and the checkpoint too (`critic`). The optimizers stay new."""
         self.policy.load_checkpoint(parts_of(path / POLICY)[0])
-        if self.critic is not None and (path / CRITIC).exists():
+        if self.critic is not None and critic:
             self.critic.load_checkpoint(parts_of(path / CRITIC)[0])
 
 

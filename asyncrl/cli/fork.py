@@ -1,7 +1,7 @@
 """`asyncrl fork RUN NEW`: begins a new run with the weights of a checkpoint of another run."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,7 +11,7 @@ from asyncrl.cli.preflight import prepared
 from asyncrl.cli.restarts import begun_directory
 from asyncrl.cli.resume import check_recorded, check_trusted
 from asyncrl.cli.start import run_in_terminal
-from asyncrl.config.load import Layer, load_config
+from asyncrl.config.load import Layer, dump_config, load_config, parse_yaml
 from asyncrl.deployment.forking import check_new, check_shapes, fork_point
 from asyncrl.deployment.known_runs import existing_run, named_run
 from asyncrl.deployment.resuming import no_checkpoint, step_of, unfinished_run
@@ -61,11 +61,12 @@ def fork(
     begun = begun_directory()
     if begun is not None and complete_steps(begun / CHECKPOINTS):
         # A process of this command has died. The fork continues as a run of its own, without the other run.
-        layers: list[Layer] = [saved_config(begun), here]
+        if (info := known_info(begun)) is not None and info.state == "finished":
+            return
+        layers: list[Layer] = [saved_config(begun), *files, here]
     else:
-        layers, point = _layers(existing_run(run), files, here, overrides, step=_begun_with(begun) or step, trust=trust)
-        if begun is None:
-            check_new(directory)
+        layers, point = _layers(existing_run(run), files, here, overrides, step=step, trust=trust)
+        check_new(directory)
     config, prompts = prepared(layers, overrides, allow_public=allow_public)
     if config.run.dir / config.run.name != directory:
         raise ConfigError(
@@ -82,13 +83,6 @@ def fork(
     )
 
 
-def _begun_with(begun: Path | None) -> int | None:
-    """Returns the step of the checkpoint with which a process of this command has begun the fork; None if there was no
-    such process. The other run may have saved newer checkpoints since."""
-    info = None if begun is None else known_info(begun)
-    return None if info is None or info.forked_from is None else info.forked_from.version.step
-
-
 def _layers(
     source: Path, files: list[Path], here: Layer, overrides: list[str], *, step: int | None, trust: bool
 ) -> tuple[list[Layer], ForkPoint]:
@@ -96,7 +90,9 @@ def _layers(
     configuration that needs --trust, or for a model of another shape."""
     saved = saved_config(source)
     check_recorded(source, saved)
-    layers: list[Layer] = [saved, {"run.mirror": None}, *files, here]
+    # The file is read once: its owner could change it after the check of trust.
+    recorded: Any = parse_yaml(dump_config(load_config([saved])), source=str(saved))
+    layers: list[Layer] = [recorded, {"run.mirror": None}, *files, here]
     config = load_config(layers, overrides)
     if not trust:
         check_trusted(source, config)

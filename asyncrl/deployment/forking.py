@@ -12,12 +12,13 @@ all of their files are compared with their checksums. `run.json` of the new run 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.checkpoints.directory import CHECKPOINTS, RunManifest, complete_steps, folder_of
+from asyncrl.checkpoints.directory import CHECKPOINTS, MANIFEST, RunManifest, complete_steps, decoded, folder_of
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment.resuming import found_checkpoint
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.learner.records import ForkPoint, known_info, read_info
+from asyncrl.run_files import UNREADABLE, read
 
 if TYPE_CHECKING:
     from asyncrl.checkpoints.run import RunParts  # it imports Ray, which reads the token's mode when it is imported
@@ -74,11 +75,28 @@ def check_new(directory: Path) -> None:
 
 def load_fork(parts: "RunParts", point: ForkPoint) -> None:
     """Loads the first weights of a fork. The ranks have started. Raises CheckpointError if the other run has deleted
-    the checkpoint meanwhile, or if the model here has other tensors."""
+    or replaced the checkpoint meanwhile, or if the model here has other tensors."""
+    from asyncrl.checkpoints.run import CRITIC
+
+    path = folder_of(Path(point.directory) / CHECKPOINTS, point.version.step)
     try:
-        parts.load_weights(folder_of(Path(point.directory) / CHECKPOINTS, point.version.step))
+        manifest = _same(path, point)
+        parts.load_weights(path, critic=any(name.startswith(f"{CRITIC}/") for name in manifest.files))
+        _same(path, point)
     except CheckpointError as error:
         raise CheckpointError(
             f"the run cannot begin with the weights of {point}: {error}. If the other run has deleted the checkpoint "
             "(checkpoint.keep), fork a newer one. If the tensors differ, set model.path to the model of the other run"
         ) from error
+
+
+def _same(path: Path, point: ForkPoint) -> RunManifest:
+    """Returns the manifest of the checkpoint at `path`. Raises CheckpointError if it is not the one of `point`, whose
+    files were compared with their checksums when the fork was begun."""
+    try:
+        manifest = decoded(read(path / MANIFEST), path=str(path))
+    except UNREADABLE as error:
+        raise CheckpointError(f"{path / MANIFEST} cannot be read ({error})") from error
+    if (manifest.nonce, manifest.version) != (point.nonce, point.version):
+        raise CheckpointError(f"{path} has been replaced: it is of version {manifest.version} now")
+    return manifest

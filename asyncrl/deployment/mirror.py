@@ -144,13 +144,12 @@ class Store:
 
         self.url = url
         self._in_place = url.startswith(("file://", "local://"))
-        # A cached listing has the version of a file that another process has replaced since: s3fs then cannot read it.
-        options = {"use_listings_cache": False} | ({"auto_mkdir": True} if self._in_place else {})
-        self._fs, base = url_to_fs(url, **options)
+        self._fs, base = url_to_fs(url, **({"auto_mkdir": True} if self._in_place else {}))
         self._base = base.rstrip("/")
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         """Returns the size in bytes of each file below `folder`. Links and other entries are left out."""
+        self._fs.invalidate_cache()
         found = self._fs.find(self._at(folder).rstrip("/"), detail=True).items()
         inside = [(path.removeprefix(self._at("")), info) for path, info in found if path.startswith(self._at(""))]
         return {name: info["size"] for name, info in inside if info["type"] == "file" and not name.endswith(_PART)}
@@ -175,6 +174,8 @@ class Store:
     def chunks(self, name: str, *, most: int) -> Iterator[bytes]:
         """Yields the content of a file. Raises FileNotFoundError, and FileRefused if it is a link or another entry, or
         has more than `most` bytes."""
+        # A cached listing has the version of a file that another process has replaced since: s3fs then cannot read it.
+        self._fs.invalidate_cache()
         info = self._fs.info(self._at(name))
         if info["type"] != "file" or info.get("islink"):
             raise FileRefused(f"{name!a} in {self.url} is not a regular file: put the file itself there")
@@ -311,10 +312,13 @@ class Mirror:
 
     def _wait(self, failures: int) -> None:
         """Waits for the time of the next pass or the end of the run. If the last pass did not fail, the next one comes
-        as soon as there is a checkpoint to send."""
+        as soon as there is a checkpoint to send, or the directory cannot be read: the pass then says so."""
         until_s = self._clock() + wait_s(failures)
         while (left_s := until_s - self._clock()) > 0 and not self._ending.wait(min(LOOK_S, left_s)):
-            if not failures and not all(self._whole.get(name) for name in self._finished()):
+            try:
+                if not failures and not all(self._whole.get(name) for name in self._finished()):
+                    return
+            except Exception:  # the disk may have any error, and the thread must not end
                 return
 
     def _failed(self, error: Exception, *, first: bool) -> None:

@@ -21,6 +21,7 @@ from asyncrl.audit.certificate import certificate
 from asyncrl.audit.history import Verdict, read_history
 from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.records import CommitOutcome, GroupMeta, Ticket
+from asyncrl.checkpoints.directory import SCHEMA
 from asyncrl.cli.main import app
 from asyncrl.common.version import Version
 from asyncrl.config.schema import OnDeadline
@@ -112,6 +113,17 @@ async def test_digests_of_a_kind_that_this_version_does_not_have_are_named(tmp_p
     changed(directory, 1, edit)
     weights = next(outcome for outcome in audit(directory) if outcome.name == "4 weights")
     assert (weights.verdict, "of the kind 'later'" in weights.detail) == (Verdict.NOT_POSSIBLE, True), weights.detail
+
+
+@pytest.mark.asyncio
+async def test_a_checkpoint_of_another_version_is_no_proof_against_the_run(tmp_path: Path) -> None:
+    directory = await record_killed_run(tmp_path)
+    manifest = max(directory.glob("checkpoints/step-*/manifest.json"))
+    text = manifest.read_text()
+    manifest.write_text(text.replace(f'"schema": {SCHEMA}', '"schema": 2'))
+    assert manifest.read_text() != text
+    weights = next(outcome for outcome in audit(directory) if outcome.name == "4 weights")
+    assert (weights.verdict, "in format 2" in weights.detail) == (Verdict.NOT_POSSIBLE, True), weights.detail
 
 
 @pytest.mark.asyncio

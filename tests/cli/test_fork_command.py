@@ -116,33 +116,46 @@ def test_with_trust_the_code_of_the_configuration_is_used(started: Started) -> N
     assert started.config.environment.reward == "mine:reward"
 
 
-def test_a_restart_before_the_first_checkpoint_begins_with_the_same_weights(
-    started: Started, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other run may have saved newer ones since."""
-    runner.invoke(app, ["fork", "quick", "mine", "--at", "step-2"])
-    first = started.forked_from
-    with RunDir.create(started.config, choose=no_checkpoint, forked_from=first):
-        pass
-    monkeypatch.setattr(command, "begun_directory", lambda: Path("runs/mine"))
-    result = runner.invoke(app, ["fork", "quick", "mine"])
-    assert result.exit_code == 0, result.output
-    assert (started.forked_from, started.choose) == (first, no_checkpoint)
-    assert "fork" in SUPERVISED
-
-
 def test_a_restart_after_the_first_checkpoint_resumes_the_fork_without_the_other_run(
     started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner.invoke(app, ["fork", "quick", "mine", "learner.total_steps=9"])
     with RunDir.create(started.config, choose=no_checkpoint, forked_from=started.forked_from) as run:
         save(run, 3)
+        run.close(state="failed", reason="a rank has died")
     (tmp_path / "runs" / "quick").rename(tmp_path / "gone")
     monkeypatch.setattr(command, "begun_directory", lambda: Path("runs/mine"))
     result = runner.invoke(app, ["fork", "quick", "mine", "learner.total_steps=9"])
     assert result.exit_code == 0, result.output
     assert (started.forked_from, started.choose) == (None, unfinished_run)
     assert started.config.learner.total_steps == 9
+    assert "fork" in SUPERVISED
+
+
+def test_a_restart_of_a_finished_fork_begins_nothing(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner.invoke(app, ["fork", "quick", "mine"])
+    with RunDir.create(started.config, choose=no_checkpoint, forked_from=started.forked_from) as run:
+        save(run, 3)
+        run.close(state="finished", reason="trained 3 steps")
+    monkeypatch.setattr(command, "begun_directory", lambda: Path("runs/mine"))
+    started.again = ()
+    assert runner.invoke(app, ["fork", "quick", "mine"]).exit_code == 0
+    assert started.again == ()
+
+
+def test_a_configuration_that_changes_after_the_check_of_trust_is_not_read(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, check = Path("runs/quick/config.yaml"), command.check_trusted
+
+    def check_and_change(directory: Path, config: Config) -> None:
+        check(directory, config)
+        saved.write_text(saved.read_text() + "\nenvironment: {reward: 'theirs:reward'}\n")
+
+    monkeypatch.setattr(command, "check_trusted", check_and_change)
+    result = runner.invoke(app, ["fork", "quick", "mine"])
+    assert result.exit_code == 0, result.output
+    assert started.config.environment.reward != "theirs:reward"
 
 
 def test_the_help_says_what_is_taken_over() -> None:

@@ -1,5 +1,6 @@
 """A new run begins with the weights of a checkpoint of another run, which it names and leaves as it is."""
 
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -147,13 +148,34 @@ def test_the_error_of_weights_that_cannot_be_loaded_says_what_to_do(source: RunD
     point, loaded = fork_point(source.path, step=4)[0], []
 
     class Refusing:
-        def load_weights(self, path: Path) -> None:
+        def load_weights(self, path: Path, *, critic: bool) -> None:
+            assert not critic, "the other run has none"
             loaded.append(path)
             raise CheckpointMismatch("head is (2, 3) in the checkpoint and (3, 3) here")
 
     with pytest.raises(CheckpointError, match=r"step-4 of run quick .* \(3, 3\) here.* set model\.path to the model"):
         load_fork(Refusing(), point)  # type: ignore[arg-type]
     assert loaded == [folder_of(source.checkpoints, 4).absolute()]
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_checkpoint_that_is_replaced_after_it_was_chosen_is_refused(source: RunDir, when: str) -> None:
+    """The other run has gone back, and has saved the same step again."""
+    point = fork_point(source.path, step=6)[0]
+
+    def replace() -> None:
+        shutil.rmtree(folder_of(source.checkpoints, 6))
+        save(source, 6, content=b"other", incarnation=2)
+
+    class Loading:
+        def load_weights(self, path: Path, *, critic: bool) -> None:
+            if when == "meanwhile":
+                replace()
+
+    if when == "before":
+        replace()
+    with pytest.raises(CheckpointError, match=r"step-6 has been replaced: it is of version 2\.6 now"):
+        load_fork(Loading(), point)  # type: ignore[arg-type]
 
 
 def test_a_record_of_a_run_without_a_fork_is_read_as_before(source: RunDir) -> None:

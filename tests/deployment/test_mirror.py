@@ -544,6 +544,31 @@ def test_a_checkpoint_is_sent_when_it_is_complete_and_not_with_the_next_records(
     assert checkpoints() == {"step-2"}
 
 
+def test_a_directory_that_cannot_be_read_between_two_passes_does_not_end_the_mirror(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(module, "RETRY_S", 0.0)
+    readable, refused = module.folders, threading.Event()
+
+    def folders(checkpoints: Path) -> dict[int, Path]:
+        if sent.is_set() and not refused.is_set():
+            refused.set()
+            raise OSError(5, "Input/output error")
+        return readable(checkpoints)
+
+    monkeypatch.setattr(module, "folders", folders)
+    sent = threading.Event()
+    with new_run(tmp_path, steps=2) as run:
+        mirror = mirror_of(run)
+        mirror.start()
+        sent.set()
+        assert refused.wait(30)
+        save(run, 2)
+        mirror.finish(within_s=60)
+    assert checkpoints() == {"step-2"}
+
+
 def test_the_wait_after_failures_grows_up_to_a_limit() -> None:
     waits = [module.wait_s(failures) for failures in range(9)]
     assert waits == [60, 5, 10, 20, 40, 80, 160, 300, 300]

@@ -95,6 +95,7 @@ def watched(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             "generator.temperature=2",  # the most that vLLM takes
             "generator.max_starts_per_s=8",
             f"critic.warmup_steps={WARM_UP_STEPS}",
+            "metrics.objective_steps_per_hour=1", "metrics.objective_training_ratio=0.01",
             DENSE,
         ],
         log=folder / "command.log", environment=IMPORTS,
