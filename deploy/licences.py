@@ -54,8 +54,10 @@ def normal(name: str) -> str:
 def installed() -> dict[str, Message]:
     """Returns the metadata of each installed package of the constraints, by its name."""
     wanted = {normal(name) for extra in ("cpu", "gpu") for name in pinned(extra)}
-    found = {normal(each.name): each.metadata for each in metadata.distributions()}
-    return {name: found[name] for name in sorted(wanted & found.keys())}  # type: ignore[misc]
+    found: dict[str, Message] = {}
+    for each in metadata.distributions():  # Python imports the first one of a name; Ray adds a psutil of its own
+        found.setdefault(normal(each.name), each.metadata)  # type: ignore[arg-type]
+    return {name: found[name] for name in sorted(wanted & found.keys())}
 
 
 def table(packages: Mapping[str, Message]) -> str:

@@ -112,7 +112,7 @@ def test_a_fork_loads_the_weights_of_the_models_that_both_runs_have_and_no_optim
     run.stage()
     run.write(tmp_path / "step-0", snapshot(run), hf=False)
     calls: list[str] = []
-    parts(calls, critic=here).load_weights(tmp_path / "step-0")
+    parts(calls, critic=here).load_weights(tmp_path / "step-0", critic=saved)
     assert calls == ["load policy", *(["load critic"] if saved and here else [])]
 
 
