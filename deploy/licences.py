@@ -30,12 +30,12 @@ name."""
 def licence(package: Message) -> str:
     """Returns what the metadata of a package says about its licence: the SPDX expression, else the classifiers, else
     the first line of the field `License`, else the names of its licence files."""
-    if expression := package["License-Expression"]:
+    if expression := package.get("License-Expression"):
         return str(expression)
     classifiers = [text.split(" :: ") for text in package.get_all("Classifier", []) if text.startswith("License ::")]
     if named := sorted({parts[-1] for parts in classifiers if parts[-1] != "OSI Approved"}):
         return ", ".join(named)
-    field = (package["License"] or "").strip().partition("\n")[0].strip()
+    field = (package.get("License") or "").strip().partition("\n")[0].strip()
     if field and field.upper() != "UNKNOWN":
         return field[:MOST_CHARS]
     files = sorted(package.get_all("License-File", []))
