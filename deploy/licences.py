@@ -55,7 +55,7 @@ def installed() -> dict[str, Message]:
     """Returns the metadata of each installed package of the constraints, by its name."""
     wanted = {normal(name) for extra in ("cpu", "gpu") for name in pinned(extra)}
     found: dict[str, Message] = {}
-    for each in metadata.distributions():  # Python imports the first one of a name; Ray adds a psutil of its own
+    for each in metadata.distributions():  # Python imports the first one of a name
         found.setdefault(normal(each.name), each.metadata)  # type: ignore[arg-type]
     return {name: found[name] for name in sorted(wanted & found.keys())}
 

@@ -47,6 +47,7 @@ def kill_one(folder: Path, url: str, *, after_s: float = 0.0, beyond: int = -1) 
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         while beyond >= 0 and newest_in(url) <= beyond:
+            assert process.poll() is None, "the process has died by itself"
             time.sleep(0.1)  # polls the storage
         threading.Timer(after_s, process.kill).start()
         assert process.wait(120) == -signal.SIGKILL
