@@ -72,7 +72,9 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> MixtureRun:
     agents = {
         "name": "agents",
         "data": recipe.pop("data"),
-        "environment": recipe.pop("environment") | {"agent": "two_clients:run", "score_workers": 2},
+        "environment": recipe.pop("environment")
+        # the first episode of each process imports a client package: 10 s can be too short
+        | {"agent": "two_clients:run", "score_workers": 2, "score_timeout_s": 60},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     exact = {"data": chat["data"], "environment": {"reward": "exact_match"}, "prompts": 4, "samples": 1}
