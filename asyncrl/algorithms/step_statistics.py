@@ -194,9 +194,10 @@ def _ordered(bits: torch.Tensor) -> torch.Tensor:
 
 
 def bound_of_largest(share: float) -> Reduction:
-    """Returns the reduction to the bound above which ⌊share · n⌋ of the n values lie, but at least one; −inf if all
-    of them do. It is halfway between the smallest of these values and the next one, so that rounding of a value does
-    not change its side. If the two are equal, neither is above the bound."""
+    """Returns the reduction to the bound above which the k largest of the n values lie, k = max(1, ⌊share · n⌋); −inf
+    if k = n. It is halfway between the k-th largest value and the next one, so that rounding of a value does not change
+    its side. If the two are equal, no value that equals them is above the bound, so fewer than k values are, or
+    none."""
 
     def reduction(values: torch.Tensor, reduce: Reduce) -> float:
         [count] = _sums(reduce, values.numel())

@@ -11,6 +11,7 @@ from asyncrl.cli.preflight import prepared
 from asyncrl.cli.restarts import begun_directory
 from asyncrl.cli.resume import check_recorded, check_trusted
 from asyncrl.cli.start import run_in_terminal
+from asyncrl.cli.terminal import say
 from asyncrl.config.load import Layer, dump_config, load_config, parse_yaml
 from asyncrl.deployment.forking import check_new, check_shapes, fork_point
 from asyncrl.deployment.known_runs import existing_run, named_run
@@ -62,6 +63,7 @@ def fork(
     if begun is not None and complete_steps(begun / CHECKPOINTS):
         # A process of this command has died. The fork continues as a run of its own, without the other run.
         if (info := known_info(begun)) is not None and info.state == "finished":
+            say(f"run {begun} is finished: {info.exit_reason}")
             return
         layers: list[Layer] = [saved_config(begun), *files, here]
     else:

@@ -289,8 +289,8 @@ ADVANTAGES = [
         "return Groups(samples.group_ids_N).varied(samples.rewards_N)",
     ),
     ("one component decides for all", ".values()]).any(0)", ".values()]).all(0)"),
-    ("own estimators lose their options", "samples.group_ids_N, **own.options)", "samples.group_ids_N)"),
-    ("own options are not checked", "misfit(signature, *values, **given, **own.options)", "None"),
+    ("own estimators lose their options", "samples.group_ids_N, **options)", "samples.group_ids_N)"),
+    ("own options are not checked", "misfit(signature, *values, **given, **options)", "None"),
 ]
 BASELINES = [
     (

@@ -2,11 +2,11 @@
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from mirrored_scene import save
+from started_runs import Started
 from typer.testing import CliRunner
 
 from asyncrl.cli import fork as command
@@ -14,37 +14,13 @@ from asyncrl.cli.main import SUPERVISED, app
 from asyncrl.common.version import Version
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
-from asyncrl.deployment.resuming import Choice, no_checkpoint, unfinished_run
+from asyncrl.deployment.resuming import no_checkpoint, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.learner.records import ForkPoint
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 runner = CliRunner()
-
-
-class Started:
-    """Takes the place of the function that runs the deployments, and keeps its arguments."""
-
-    def __init__(self) -> None:
-        self.config = Config()
-        self.again: Sequence[str] = ()
-        self.choose: Choice = unfinished_run
-        self.forked_from: ForkPoint | None = None
-
-    def __call__(
-        self,
-        config: Config,
-        prompts: object,
-        *,
-        command: str,
-        address: str | None,
-        again: Sequence[str],
-        choose: Choice,
-        forked_from: ForkPoint | None,
-    ) -> None:
-        assert (command, address) == ("up", None)
-        self.config, self.again, self.choose, self.forked_from = config, again, choose, forked_from
 
 
 @pytest.fixture
@@ -72,10 +48,10 @@ def test_a_fork_has_the_settings_of_the_other_run_the_file_and_the_overrides(sta
     assert config.run.dir / config.run.name == Path("runs/mine")
     assert config.run.mirror is None, "the mirror is that of the other run"
     assert config.model.tiny is None, "the model would be built again for other prompts"
-    assert started.forked_from is not None
-    assert (started.forked_from.run, started.forked_from.version) == ("quick", Version(1, 2))
-    assert started.forked_from.directory == str(tmp_path / "runs" / "quick")
-    assert started.choose is no_checkpoint
+    fork_point: ForkPoint = started.options["forked_from"]
+    assert (fork_point.run, fork_point.version) == ("quick", Version(1, 2))
+    assert fork_point.directory == str(tmp_path / "runs" / "quick")
+    assert started.options["choose"] is no_checkpoint
     assert started.again == ["up", "-c", "runs/mine/config.yaml"]
 
 
@@ -83,8 +59,7 @@ def test_without_at_the_newest_checkpoint_is_taken_and_both_runs_may_be_paths(st
     result = runner.invoke(app, ["fork", str(tmp_path / "runs" / "quick"), str(tmp_path / "elsewhere" / "mine")])
     assert result.exit_code == 0, result.output
     assert started.config.run.dir / started.config.run.name == tmp_path / "elsewhere" / "mine"
-    assert started.forked_from is not None
-    assert started.forked_from.version == Version(1, 4)
+    assert started.options["forked_from"].version == Version(1, 4)
 
 
 @pytest.mark.parametrize(
@@ -120,26 +95,27 @@ def test_a_restart_after_the_first_checkpoint_resumes_the_fork_without_the_other
     started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner.invoke(app, ["fork", "quick", "mine", "learner.total_steps=9"])
-    with RunDir.create(started.config, choose=no_checkpoint, forked_from=started.forked_from) as run:
+    with RunDir.create(started.config, choose=no_checkpoint, forked_from=started.options["forked_from"]) as run:
         save(run, 3)
         run.close(state="failed", reason="a rank has died")
     (tmp_path / "runs" / "quick").rename(tmp_path / "gone")
     monkeypatch.setattr(command, "begun_directory", lambda: Path("runs/mine"))
     result = runner.invoke(app, ["fork", "quick", "mine", "learner.total_steps=9"])
     assert result.exit_code == 0, result.output
-    assert (started.forked_from, started.choose) == (None, unfinished_run)
+    assert started.options == {"forked_from": None, "choose": unfinished_run}
     assert started.config.learner.total_steps == 9
     assert "fork" in SUPERVISED
 
 
 def test_a_restart_of_a_finished_fork_begins_nothing(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     runner.invoke(app, ["fork", "quick", "mine"])
-    with RunDir.create(started.config, choose=no_checkpoint, forked_from=started.forked_from) as run:
+    with RunDir.create(started.config, choose=no_checkpoint, forked_from=started.options["forked_from"]) as run:
         save(run, 3)
         run.close(state="finished", reason="trained 3 steps")
     monkeypatch.setattr(command, "begun_directory", lambda: Path("runs/mine"))
     started.again = ()
-    assert runner.invoke(app, ["fork", "quick", "mine"]).exit_code == 0
+    result = runner.invoke(app, ["fork", "quick", "mine"])
+    assert (result.exit_code, result.stdout) == (0, "run runs/mine is finished: trained 3 steps\n")
     assert started.again == ()
 
 

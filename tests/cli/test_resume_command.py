@@ -2,46 +2,22 @@
 
 import shutil
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import pytest
 from mirrored_scene import mirror_of, save
+from started_runs import Started
 from typer.testing import CliRunner
 
 from asyncrl.cli import resume as command
 from asyncrl.cli.main import SUPERVISED, app
 from asyncrl.config.load import load_config
-from asyncrl.config.schema import Config
-from asyncrl.deployment.resuming import Choice, chosen_checkpoint
+from asyncrl.deployment.resuming import chosen_checkpoint
 from asyncrl.deployment.run_dir import RunDir
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 runner = CliRunner()
-
-
-class Started:
-    """Takes the place of the function that runs the deployments, and keeps its arguments."""
-
-    def __init__(self) -> None:
-        self.config = Config()
-        self.again: Sequence[str] = ()
-        self.choose: partial[object] = partial(chosen_checkpoint)
-
-    def __call__(
-        self,
-        config: Config,
-        prompts: object,
-        *,
-        command: str,
-        address: str | None,
-        again: Sequence[str],
-        choose: Choice,
-    ) -> None:
-        assert (command, address) == ("up", None)
-        assert isinstance(choose, partial)
-        self.config, self.again, self.choose = config, again, choose
 
 
 @pytest.fixture
@@ -63,14 +39,14 @@ def test_a_run_continues_with_its_saved_configuration_and_the_overrides(named: s
     assert result.exit_code == 0, result.output
     assert (started.config.learner.total_steps, started.config.model.path) == (90, "models/tiny-speller")
     assert started.config.run.dir / started.config.run.name == Path("runs/quick")
-    assert started.choose.func is chosen_checkpoint
-    assert started.choose.keywords == {"step": 4}
+    assert started.options["choose"].func is chosen_checkpoint
+    assert started.options["choose"].keywords == {"step": 4}
     assert started.again == ["up", "-c", "runs/quick/config.yaml"]
 
 
 def test_without_at_the_newest_checkpoint_is_chosen(started: Started) -> None:
     assert runner.invoke(app, ["resume", "quick"]).exit_code == 0
-    assert started.choose.keywords == {"step": None}
+    assert started.options["choose"].keywords == {"step": None}
 
 
 def test_a_directory_that_was_moved_is_resumed_where_it_is(started: Started, tmp_path: Path) -> None:
@@ -85,7 +61,7 @@ def test_a_restart_after_a_process_has_died_does_not_go_back_again(
     """It would lose the steps that were trained since."""
     monkeypatch.setattr(command, "begun_directory", lambda: Path("runs/quick"))
     assert runner.invoke(app, ["resume", "quick", "--at", "step-4"]).exit_code == 0
-    assert started.choose.keywords == {"step": None}
+    assert started.options["choose"].keywords == {"step": None}
     assert "resume" in SUPERVISED
 
 
