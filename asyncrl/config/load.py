@@ -20,9 +20,9 @@ from urllib.parse import unquote
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
-from yaml.cyaml import CParser  # type: ignore[attr-defined]
 from yaml.composer import Composer
 from yaml.constructor import SafeConstructor
+from yaml.cyaml import CParser  # type: ignore[attr-defined]
 from yaml.resolver import Resolver
 
 from asyncrl.config.import_path import suggest

@@ -24,6 +24,7 @@ continues (`RecordFile`).
 """
 
 import fcntl
+import functools
 import logging
 import os
 import platform
@@ -628,16 +629,20 @@ def processor() -> str:
     return next(named, platform.processor() or platform.machine())
 
 
+@functools.cache
 def installed_version(package: str) -> str | None:
-    """Returns the version of an installed package; None if it is not installed."""
+    """Returns the version of an installed package, as it was when this process first asked; None if it was not
+    installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
+@functools.cache
 def _git_revision() -> str:
-    """Returns the commit of the checkout from which asyncrl is imported, with `-dirty` if the checkout has changes."""
+    """Returns the commit of the checkout from which asyncrl is imported, with `-dirty` if the checkout had changes when
+    this process first asked."""
     checkout = Path(asyncrl.__file__).parents[1]
     # Git would also find a repository above the package, e.g. one that holds a virtual environment. Its commit is not
     # asyncrl's.
