@@ -127,6 +127,8 @@ CUTS: dict[str, dict[str, Any]] = {
     },
 }
 """Ways to cut a rank's rows into micro-batches: one row, about four rows, or all rows in each."""
+SOME_CUTS = {name: CUTS[name] for name in ("padded 1", "dynamic 4", "packed 4", "packed all")}
+"""A cut of each kind and size, for objectives that share the code of the default one, and for the critic."""
 OF_THE_STEP_CAP = 1.1
 """The option of the loss `OfTheStep`, which bounds some weights of `matrix_batch` and not all."""
 BY_COVARIANCE: dict[str, dict[str, Any]] = {
@@ -309,24 +311,26 @@ def _interface_scenarios(worker: Any, *, rank: int, world_size: int) -> dict[str
         shard["prev_logprobs"] = before
         untouched = {key: tensor.numpy() for key, tensor in policy.gather_weights()}
         evaluated = policy.train(shard, loss, rows_per_update=rows, eval_mode=True, **size)
-        counts = policy.train(shard, counted, rows_per_update=rows, eval_mode=True, **size)
-        of_step = policy.train(shard, of_the_step, rows_per_update=rows, eval_mode=True, **size)  # type: ignore[arg-type]
-        # the current log-probs are then apart from those of the step's start
-        moved = copy.copy(shard)
-        moved["prev_logprobs"] = shard["generation_logprobs"]
-        chosen = {
-            name: policy.train(moved, each, rows_per_update=rows, eval_mode=True, **size)
-            for name, each in by_covariance.items()
-        }
+        others: dict[str, Any] = {}
+        if name in SOME_CUTS:
+            # the current log-probs of `moved` are apart from those of the step's start
+            moved = copy.copy(shard)
+            moved["prev_logprobs"] = shard["generation_logprobs"]
+            others = {
+                other: policy.train(rows_of, each, rows_per_update=rows, eval_mode=True, **size)  # type: ignore[arg-type]
+                for other, rows_of, each in (
+                    ("counted", shard, counted),
+                    ("of the step", shard, of_the_step),
+                    *((other, moved, each) for other, each in by_covariance.items()),
+                )
+            }
         kept = all(np.array_equal(tensor.numpy(), untouched[key]) for key, tensor in policy.gather_weights())
         trained = policy.train(shard, loss, rows_per_update=rows, **size)
         found[name] = {
             "index": shard["index"].numpy(),
             "before": before.numpy(),
             "evaluated": evaluated,
-            "counted": counts,
-            "of the step": of_step,
-            **chosen,
+            **others,
             "kept": kept,
             "trained": trained,
             "schedule": policy.train_calls,

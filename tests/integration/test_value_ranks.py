@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_scenarios import UPDATE_ROWS
+from rank_scenarios import SOME_CUTS, UPDATE_ROWS
 from rounding import GRADIENT, OUTPUT, assert_reordered, assert_within, spread, weight_spread
 from tiny_groups import make_model, rows_of
-from value_scenarios import CRITIC_CUTS, OPTIMIZER, run_rank, value_batch
+from value_scenarios import OPTIMIZER, run_rank, value_batch
 
 from asyncrl.ranks.report import step_report, train_result
 from asyncrl.value.model import load_value_model, model_values
@@ -99,7 +99,7 @@ def whole(ranks: list[dict[str, Any]], cut: str, column: str) -> np.ndarray:
     return values[index.argsort()]
 
 
-@pytest.mark.parametrize("cut", CRITIC_CUTS)
+@pytest.mark.parametrize("cut", SOME_CUTS)
 @pytest.mark.parametrize("world", WORLDS)
 def test_rows_give_the_plain_loop_s_values_losses_gradients_and_weights(
     results: Any, plain: Any, world: int, cut: str
@@ -118,7 +118,7 @@ def test_rows_give_the_plain_loop_s_values_losses_gradients_and_weights(
             assert_within(rank[cut]["weights"][name], weight, bound=weight_spread(2), name=name)
 
 
-@pytest.mark.parametrize("cut", CRITIC_CUTS)
+@pytest.mark.parametrize("cut", SOME_CUTS)
 @pytest.mark.parametrize("world", WORLDS)
 def test_evaluation_gives_the_loss_and_changes_nothing(results: Any, world: int, cut: str) -> None:
     ranks = results[world]
@@ -135,7 +135,7 @@ def test_evaluation_gives_the_loss_and_changes_nothing(results: Any, world: int,
     assert again["loss"].sum() < evaluated["loss"].sum(), "the loss must fall"
 
 
-@pytest.mark.parametrize("cut", CRITIC_CUTS)
+@pytest.mark.parametrize("cut", SOME_CUTS)
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_mean_over_sequences_is_the_same_however_rows_are_cut(results: Any, world: int, cut: str) -> None:
     """Compares the loss of a new critic, whose values are 0, with a simple loop over sequences. The loop takes the mean

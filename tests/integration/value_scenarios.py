@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from rank_scenarios import CUTS, UPDATE_ROWS, matrix_batch, on_fresh_workers, shard_of
+from rank_scenarios import SOME_CUTS, UPDATE_ROWS, matrix_batch, on_fresh_workers, shard_of
 from rounding import SMOOTH_OPTIMIZER
 from tiny_groups import make_config
 from torch.distributed import FileStore
@@ -18,8 +18,6 @@ from asyncrl.errors import MissingColumns
 from asyncrl.ranks.gather import gather_weights
 from asyncrl.value.worker import ValueWorker
 
-CRITIC_CUTS = {name: CUTS[name] for name in ("padded 1", "dynamic 4", "packed 4", "packed all")}
-"""Some of the ways to cut rows. The policy, whose code for this is the same, is tested with all of them."""
 OPTIMIZER = {**SMOOTH_OPTIMIZER, "betas": (0.9, 0.95)}
 VALUE_LOSS = ClippedValueLoss(clip=0.2)
 BY_SEQUENCE = ClippedValueLoss(clip=0.2, aggregation="sequence_mean")
@@ -61,7 +59,7 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
             store=FileStore(str(folder / f"store-{world_size}-{name}"), world_size),
         )
 
-    found = {name: _cut(critic, learner) for critic, name, learner in on_fresh_workers(worker, CRITIC_CUTS)}
+    found = {name: _cut(critic, learner) for critic, name, learner in on_fresh_workers(worker, SOME_CUTS)}
     few = value_batch().slice(0, 5).shard_by_batch_size(world_size, allow_uneven_shards=True)[rank]
     found["uneven"] = _trained(worker("uneven", micro_batch_size=1), few, rows=5)
     found["without returns"] = _refused(worker("without returns"), few)
