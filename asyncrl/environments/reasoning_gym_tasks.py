@@ -5,6 +5,7 @@ Every task is registered at the top level of a module, by `register_dataset("nam
 may be a constant of the same module.
 """
 
+import functools
 import importlib.util
 import re
 from pathlib import Path
@@ -12,10 +13,10 @@ from pathlib import Path
 _REGISTERED = re.compile(r"""^register_dataset\(\s*(?:["'](?P<name>\w+)["']|(?P<constant>\w+))""", re.MULTILINE)
 
 
+@functools.cache
 def task_names() -> frozenset[str]:
     """Returns the task names of the installed library; an empty set if it is not installed, or registers its tasks in
-    another way."""
-
+    another way. The source is read once in a process."""
     spec = importlib.util.find_spec("reasoning_gym")
     folders = spec.submodule_search_locations if spec is not None else None
     sources = [file.read_text(encoding="utf-8") for folder in folders or () for file in Path(folder).rglob("*.py")]

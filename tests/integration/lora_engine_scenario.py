@@ -28,10 +28,12 @@ from asyncrl.weights.staging import StagedWeights
 
 PROMPTS = [[7, 8, 9, 10], [11, 12, 13], [20, 21, 22, 23, 24]]
 MAX_TOKENS = 50
-SWAPS = 30
+SWAPS = 16
 SWAP_EVERY_S = 0.15
-GROUPS = 24
+GROUPS = 12
 """Groups that run at the same time. Each begins again when it has ended, until the last swap."""
+SLOW_REQUESTS = 24
+"""Requests that run at the same time, so that each of them lasts longer than several swaps."""
 
 
 class Trainer:
@@ -129,7 +131,7 @@ async def kept_by_running_requests(engine: VLLMEngine, trainer: Trainer) -> dict
     arguments: dict[str, Any] = {"n": 1, "seed": None, "temperature": 1.0, "max_tokens": MAX_TOKENS}
     running = [
         asyncio.create_task(engine.generate(PROMPTS[0], on_progress=progressed, **arguments)),
-        *(asyncio.create_task(engine.generate(PROMPTS[0], **arguments)) for _ in range(GROUPS)),
+        *(asyncio.create_task(engine.generate(PROMPTS[0], **arguments)) for _ in range(SLOW_REQUESTS)),
     ]
     await asyncio.sleep(0)
     ran = 0
