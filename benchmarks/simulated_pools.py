@@ -52,6 +52,7 @@ from asyncrl.deployment.shared_actors import (
     open_data_plane,
 )
 from asyncrl.generation.interfaces import Completion, LoadTimes
+from asyncrl.learner.penalty_control import first_loss
 from asyncrl.learner.records import RecordSink, StepRecord
 from asyncrl.metrics.vllm_counters import PromptTokens
 from asyncrl.weights.manifest import Bucket, Manifest, ParameterSpec, Piece, Probe, ReadBack, checksum, layout
@@ -378,7 +379,7 @@ def _loop(
     )
     started_s, incarnation = time.monotonic(), handles.lineage.incarnation
     states = StateClock(states=LEARNER_STATES, initial="starting", started_s=started_s)
-    stages = Stages(config=config, policy=ranks, critic=None, states=states)
+    stages = Stages(config=config, policy=ranks, critic=None, states=states, loss=first_loss(config))
     return LearnerLoop(
         config=config,
         incarnation=incarnation,

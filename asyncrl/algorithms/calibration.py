@@ -1,7 +1,8 @@
-"""Bounds of an objective that depend on a statistic of the whole step, such as M2PO's threshold.
+"""Numbers of an objective that are not constant: bounds that depend on a statistic of the whole step, such as M2PO's
+threshold, and the β of a penalty that follows the steps before.
 
 An objective declares these statistics like a loss of a user (`step_statistics.py`). `calibrated` fills their numbers
-in.
+in, and `after_step` the β.
 """
 
 from collections.abc import Mapping
@@ -11,6 +12,8 @@ import msgspec
 import torch
 
 from asyncrl.algorithms.objective import (
+    LARGEST_BETA,
+    SMALLEST_BETA,
     ByCovariance,
     ChosenByCovariance,
     Clamp,
@@ -37,6 +40,8 @@ from asyncrl.algorithms.token_terms import acts_on, covariance_ranks
 
 _SHARE = "effective_share"
 _LOGPROB, _ADVANTAGE = "mean_logprob", "mean_advantage"
+MOST_APART = 0.2
+"""Limit of the error KL / target − 1 to which a β reacts (1909.08593, section 2.2)."""
 
 
 def objective_statistics(objective: Objective) -> dict[str, StepStatistic]:
@@ -71,6 +76,25 @@ def calibrated(objective: Objective, *, tokens: StepTokens, reduce: Reduce) -> O
     """Returns the configured `objective`, with the bounds, the β of penalties and the choices of tokens that depend on
     the tokens of this step filled in. They are equal on all ranks."""
     return _filled(objective, step_numbers(objective_statistics(objective), tokens=tokens, reduce=reduce))
+
+
+def after_step(objective: Objective, kl_nats: Mapping[str, float]) -> Objective:
+    """Returns the objective of the next step: the penalty with `control` has the β that follows from its β and from the
+    KL of this step (`KLControl`). `kl_nats` has this KL by the policy q. Without it, β stays."""
+    penalty = objective.controlled()
+    if penalty is None or penalty.control is None or penalty.q not in kl_nats:
+        return objective
+    error = min(max(kl_nats[penalty.q] / penalty.control.target - 1, -MOST_APART), MOST_APART)
+    beta = penalty.beta * (1 + penalty.control.gain * error)
+    return with_beta(objective, min(max(beta, SMALLEST_BETA), LARGEST_BETA))
+
+
+def with_beta(objective: Objective, beta: float) -> Objective:
+    """Returns the objective with another β of the penalty with `control`."""
+    penalties = tuple(
+        each if each.control is None else msgspec.structs.replace(each, beta=beta) for each in objective.penalties
+    )
+    return msgspec.structs.replace(objective, penalties=penalties)
 
 
 def _filled(objective: Objective, numbers: Mapping[str, float]) -> Objective:

@@ -42,6 +42,10 @@ log-ratios is the log of the geometric mean of the ratios. `sum`: all have the s
 the product of the ratios. `min`: all have the smallest value. `max`: all have the largest value."""
 
 
+SMALLEST_BETA, LARGEST_BETA = 1e-9, 1e9
+"""Limits of a β that follows the steps before, so that it never becomes 0 or infinite."""
+
+
 class _Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of all axes: immutable data that refuses unknown fields."""
 
@@ -422,6 +426,29 @@ class ChosenByCovariance(ByCovariance, frozen=True, kw_only=True):
     above: float
 
 
+class KLControl(_Axis, frozen=True, kw_only=True):
+    """Lets β of the next step follow the KL of this step: proportional control in log space (Ziegler et al. 2019,
+    1909.08593).
+
+    After a step, β is multiplied by 1 + gain · clamp(KL / target − 1, −0.2, 0.2), and stays within 1e-9 and 1e9. KL is
+    a number of the step's record: `kl_to_reference_nats` with q `reference`, and `kl_to_behaviour_nats` with q
+    `behaviour`. Both are means over the trained tokens by the estimator k3, for any kind of the penalty. The paper's
+    KL is that of a whole answer, so its target is divided by the tokens of an answer. β stays after a step that was
+    skipped, that trained no token, or that trained only a critic. A resumed run goes on with the β of its records, and
+    a fork begins with `beta`.
+    """
+
+    target: float
+    """The KL at which β stays, nats for each token, above 0."""
+    gain: float = 0.1
+    """K_β of the paper, above 0 and below 5: β changes by at most a fifth of this share in a step."""
+
+    def __post_init__(self) -> None:
+        check_positive("the target of a control (a KL in nats)", self.target)
+        if not 0 < self.gain < 5:
+            raise ValueError(f"gain is {self.gain:g}: it must be above 0 and below 5, so that β stays above 0")
+
+
 class Penalty(_Axis, frozen=True, kw_only=True):
     """β · P, added to every token's loss. Advantages, weights and gates do not change it. d = lp − log q, where lp is
     the token's log-prob and q another policy.
@@ -433,7 +460,7 @@ class Penalty(_Axis, frozen=True, kw_only=True):
     """
 
     beta: float
-    """β, above 0."""
+    """β, above 0. With `control`, it is that of the first step."""
     kind: Literal["k1", "k2", "k3", "k3+", "abs", "entropy", "positive_nll"]
     """The penalty P. `k1`: d. `k2`: d²/2. `k3`: e^(−d) − 1 + d. `k3+`: the value of k3, and the gradient of k2.
     `abs`: |d|, and 0 up to |d| = 1e-5, which may be rounding.
@@ -453,6 +480,9 @@ class Penalty(_Axis, frozen=True, kw_only=True):
     ρ = current/behaviour (P3O, 2605.12380)."""
     tokens: ByCovariance | None = None
     """The tokens that have the penalty, or null for all tokens. It cannot be combined with `ess`."""
+    control: KLControl | None = None
+    """How β follows the steps before, or null for a constant β. It needs a kind that compares the policy with q
+    `reference` or `behaviour`, cannot be combined with `ess`, and only one penalty can have it."""
 
     def __post_init__(self) -> None:
         check_positive("a penalty's beta", self.beta, "; to train without the penalty, remove it")
@@ -463,6 +493,21 @@ class Penalty(_Axis, frozen=True, kw_only=True):
             )
         if self.kind == "positive_nll" and (self.q != "reference" or self.corrected_by != "none"):
             raise ValueError("positive_nll does not compare the policy with another policy: remove q and corrected_by")
+        if self.control is not None:
+            self._check_controlled()
+
+    def _check_controlled(self) -> None:
+        if self.kind in ("entropy", "positive_nll") or self.q == "proximal" or self.ess:
+            raise ValueError(
+                f"control follows a KL to the reference or to the sampler, but the penalty has kind {self.kind}, q "
+                f"{self.q} and ess {str(self.ess).lower()}: set kind to k1, k2, k3, k3+ or abs, q to reference or "
+                "behaviour, and ess to false, or remove control"
+            )
+        if not SMALLEST_BETA <= self.beta <= LARGEST_BETA:
+            raise ValueError(
+                f"beta is {self.beta:g}, but with control it stays within {SMALLEST_BETA:g} and {LARGEST_BETA:g}: "
+                "set it within these"
+            )
 
 
 class Aggregation(StrEnum):
@@ -574,11 +619,18 @@ class Objective(_Axis, frozen=True, kw_only=True):
                 "proximal is interpolated, but no part of the objective reads the proximal policy: remove proximal"
             )
 
+        if sum(penalty.control is not None for penalty in self.penalties) > 1:
+            raise ValueError("two penalties have control, but a step has one β that is recorded: remove one control")
+
         if self.chosen() and self.proximal == "interpolated":
             raise ValueError(
                 "dropped and the tokens of penalties are chosen by the log-probs at the step's start, but proximal is "
                 "interpolated: set proximal to recomputed"
             )
+
+    def controlled(self) -> Penalty | None:
+        """Returns the penalty whose β follows the steps before; None if there is none."""
+        return next((penalty for penalty in self.penalties if penalty.control is not None), None)
 
     def chosen(self) -> dict[str, ByCovariance]:
         """Returns the choices of tokens by covariance, by the axis that reads them."""

@@ -135,6 +135,15 @@ def _of_samples(tolerance_nats: float, *, most_groups: int) -> list[Comparison]:
             limit=tolerance_nats,
             nothing="all tokens of these steps are of older weights",
         ),
+        Comparison(
+            check="kl",
+            compares="recorded KL that the β of a penalty follows, with that of the log-probs by the plain pass; the "
+            "difference is that of the tokens' log-probs which has this effect on the KL",
+            things="means of a KL",
+            unit="nats",
+            limit=tolerance_nats,
+            nothing="no penalty of the objective has `control`",
+        ),
     ]
 
 
@@ -155,6 +164,15 @@ def _of_updates(equal_advantages: float) -> list[Comparison]:
             unit="of the rate",
             limit=EQUAL_RATES,
             nothing="steps.jsonl has no line of a trained step",
+        ),
+        Comparison(
+            check="penalty",
+            compares="β of the penalty with `control` in each trained step of the run in steps.jsonl, with that which "
+            "follows from the recorded KL of the steps before",
+            things="coefficients of a penalty",
+            unit="of the coefficient",
+            limit=EQUAL_RATES,
+            nothing="no penalty of the objective has `control`",
         ),
         Comparison(
             check="gradient",

@@ -1,7 +1,8 @@
-"""Computes the bounds of an objective that depend on all tokens of a step, for check 6 of the audit. It follows their
-definitions, with the tokens in one list."""
+"""Computes the bounds of an objective that depend on all tokens of a step, and the KL that the β of a penalty follows,
+for check 6 of the audit. It follows their definitions, with the tokens in one list."""
 
 import math
+from collections.abc import Sequence
 from statistics import fmean
 
 from asyncrl.witness.bounds import effective_share, first_left_out, ratios_of, sorted_k2
@@ -34,6 +35,23 @@ def with_bounds(axes: Axes, tokens: Tokens) -> Axes:
     ]
     found["dropped"] = _chosen(axes["dropped"], tokens)
     return found
+
+
+def with_beta(axes: Axes, beta: float | None) -> Axes:
+    """Returns the axes of an objective with another β of the penalty with `control`; None changes nothing."""
+    if beta is None:
+        return axes
+    penalties = [each if each["control"] is None else {**each, "beta": beta} for each in axes["penalties"]]
+    return {**axes, "penalties": penalties}
+
+
+def k3_of(log_ratios: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean of e^d − 1 − d over log-ratios d, and the mean size of its derivative, |e^d − 1|. Both are 0
+    without a log-ratio."""
+    return (
+        fmean([*(math.expm1(d) - d for d in log_ratios)] or [0.0]),
+        fmean([*(abs(math.expm1(d)) for d in log_ratios)] or [0.0]),
+    )
 
 
 def _chosen(choice: Axes | None, tokens: Tokens) -> Axes | None:

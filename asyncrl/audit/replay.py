@@ -35,6 +35,7 @@ from asyncrl.deployment.cluster import start_local
 from asyncrl.deployment.run_dir import processor, provenance
 from asyncrl.errors import RunError
 from asyncrl.learner.audit_records import TrainedStep
+from asyncrl.learner.penalty_control import first_loss
 from asyncrl.learner.records import read_config
 from asyncrl.learner.saving import ADDED_COLUMNS, PREV_LOGPROBS, KeptSteps
 from asyncrl.learner.step import Stages, step_meta
@@ -145,7 +146,7 @@ def _replay(
             f"{config.model.path} has {start:016x} now"
         )
     states = StateClock(states=LEARNER_STATES, initial="other", started_s=time.monotonic())
-    stages = Stages(config=config, policy=policy, critic=None, states=states, clock=time.monotonic)
+    stages = Stages(config=config, policy=policy, critic=None, states=states, loss=first_loss(config))
     for step, (lease, rows) in zip(steps, batches, strict=True):
         extra = extra_fields(rows)
         meta, samples = step_meta(lease, extra=extra), stages.prepare(lease)

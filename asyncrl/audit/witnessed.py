@@ -11,8 +11,10 @@ The checks of a step, in the order in which a reader should look at them: a late
     rewards     of the samples whose texts the run kept, scored again; not only of the chosen steps
     rows        log-probs at the start of the step that the run kept
     sampling    sampling log-probs of tokens that the weights before the step sampled
+    kl          recorded KL that the β of a penalty follows
     advantages  from the rewards
     rate        recorded learning rates; not only of the chosen steps
+    penalty     recorded β of the penalty with `control`; not only of the chosen steps
     gradient    norm of the loss's gradient of all rows, with the coefficients of the objective's formula
     optimizer   the new weights, by AdamW from zero moments; for the first steps of the run
 """
@@ -31,7 +33,7 @@ from asyncrl.algorithms.presets import advantage_of, own_loss
 from asyncrl.audit.comparisons import EQUAL_GRADIENTS, PlainComputation, comparisons
 from asyncrl.audit.history import Counterexample, History, NotPossible
 from asyncrl.audit.kept_batches import check_same_settings, kept_batch, kept_steps
-from asyncrl.audit.plain_bounds import with_bounds
+from asyncrl.audit.plain_bounds import k3_of, with_beta, with_bounds
 from asyncrl.audit.plain_model import CPU, Moments, PlainModel, Tensors, norm_of
 from asyncrl.audit.rescored import MOST_GROUPS, reward_differences
 from asyncrl.audit.trained_rows import TrainedRow, trained_rows
@@ -43,7 +45,14 @@ from asyncrl.errors import CheckpointError
 from asyncrl.learner.audit_records import TrainedStep
 from asyncrl.learner.records import StepRecord, read_config, read_lines
 from asyncrl.learner.saving import PREV_LOGPROBS, KeptSteps
-from asyncrl.learner.witnessed_step import EQUAL_TOKENS, completions_of, filtered_reward, sample_axes
+from asyncrl.learner.witnessed_step import (
+    EQUAL_TOKENS,
+    ExpectedBeta,
+    completions_of,
+    controlled_penalty,
+    filtered_reward,
+    sample_axes,
+)
 from asyncrl.weights.parity import ParityLimits
 from asyncrl.witness.advantages import TokenColumns, of_tokens, unlike, whiten
 from asyncrl.witness.judge import EQUAL, ROUNDING_NATS
@@ -73,12 +82,15 @@ def steps_witnessed(history: History, *, steps: int, progress: Callable[[str], N
     kept, config = kept_steps(history), read_config(history.directory)
     check_same_settings(history)
     first, others = chosen_steps(len(history.steps), steps)
-    witness = _Witness(config=config, kept=kept, model=PlainModel(_described(history), lora=config.model.lora))
+    lines = {each.step: each for each in read_lines(history.directory / "steps.jsonl", StepRecord) if each.trained}
+    model = PlainModel(_described(history), lora=config.model.lora)
+    witness = _Witness(config=config, kept=kept, model=model, lines=lines)
     if history.forked_from is not None and config.model.lora is None and witness.reads_reference:
         raise NotPossible(
             f"the run began with the weights of {history.forked_from}, and its reference policy is the model at "
             "model.path, whose weights the run did not keep"
         )
+    witness.compare_betas(history)
     for done, place in enumerate([*first, *others]):
         step = history.steps[place]
         progress(f"6 witness: computing step {step.step} plainly ({done + 1} of {len(first) + len(others)})")
@@ -110,15 +122,18 @@ def _described(history: History) -> Path:
 
 
 class _Witness:
-    """Computes steps again by a plain path, one after the other, the first ones of the run first. `found` has the
-    results of the comparisons by check."""
+    """Computes steps again by a plain path, one after the other, the first ones of the run first. `lines` are the
+    records of the trained steps in steps.jsonl. `found` has the results of the comparisons by check."""
 
-    def __init__(self, *, config: Config, kept: KeptSteps, model: PlainModel) -> None:
+    def __init__(self, *, config: Config, kept: KeptSteps, model: PlainModel, lines: Mapping[int, StepRecord]) -> None:
         self.optimizer_steps: list[int] = []
         self._left_out: list[str] = []
         self._config = config
         self._kept = kept
         self._model = model
+        self._lines = lines
+        self._controlled = controlled_penalty(config)
+        self._betas: dict[int, float] = {}
         self._moments = Moments(config.learner.optimizer)
         self._unjudged = 0
         self._unusable = 0
@@ -179,6 +194,7 @@ class _Witness:
             self._load(Version(step.incarnation, step.step))
             start = {n: self._logprobs(row) for n, row in found.items()}
             self._compare_rows(step, found, start)
+            self._compare_kl(step, found, start, reference)
             self._compare_advantages(completions, found, start, reference)
             if self._objective is not None:
                 self._train(step, completions, kept, found, start, reference, consecutive=consecutive)
@@ -203,11 +219,25 @@ class _Witness:
         """Compares the recorded learning rates of all surviving steps with the schedule. A skipped step is not one of
         them: it advances neither the number of steps nor the schedule."""
         settings, total = self._config.learner.optimizer, self._config.learner.total_steps
-        lines = {each.step: each for each in read_lines(history.directory / "steps.jsonl", StepRecord) if each.trained}
-        for step in (each.step for each in history.steps if each.step in lines):
-            found, rate = lines[step].learning_rate, rate_of_step(settings, step=step, total_steps=total)
+        for step in (each.step for each in history.steps if each.step in self._lines):
+            found, rate = self._lines[step].learning_rate, rate_of_step(settings, step=step, total_steps=total)
             where = f"step {step} has the learning rate {found:.6g} in steps.jsonl, and its schedule gives {rate:.6g}"
             self._compare("rate", 1, abs(found - rate) / (rate or settings.learning_rate or 1.0), where)
+
+    def compare_betas(self, history: History) -> None:
+        """Compares the recorded β of the penalty with `control` in all surviving steps with the one that follows from
+        the recorded KL of the steps before. The gradients are then computed with the latter."""
+        chain = ExpectedBeta(self._config)
+        for step in (each.step for each in history.steps if chain.value is not None):
+            if (line := self._lines.get(step)) is None:
+                raise Counterexample(f"steps.jsonl has no line of step {step}, which was trained")
+            expected = self._betas[step] = chain.value or 0.0
+            found = line.number("penalty_beta")
+            where = f"a penalty of step {step} has β = {found} in steps.jsonl, and the steps before give {expected:.9g}"
+            apart = math.inf if found is None else abs(found - expected) / expected
+            self._compare("penalty", 1, apart, where)
+            chain.value = expected if found is None else found  # so that the step that went wrong is named
+            chain.advance(step, line.kl_nats)
 
     def _load(self, version: Version) -> None:
         if version not in self._kept.versions():
@@ -284,6 +314,33 @@ class _Witness:
                     apart = abs(known[t] - start[n][t])
                     where = f"trained token {t} of {row.name} has the log-prob {known[t]:.6f} in the kept batch"
                     self._compare(check, 1, apart, f"{where}, and {start[n][t]:.6f} by the plain pass")
+
+    def _compare_kl(
+        self,
+        step: TrainedStep,
+        rows: Mapping[int, TrainedRow],
+        start: Mapping[int, list[float]],
+        reference: Mapping[int, list[float]],
+    ) -> None:
+        """Compares the recorded KL that the β of a penalty follows. It is the mean of e^d − 1 − d over all tokens. d is
+        reference − start, or start − behaviour. A difference of a log-prob counts |e^d − 1| times in it."""
+        if self._controlled is None:
+            return
+        if self._objective is None or self._objective["proximal"] == "interpolated":
+            self._leave_out("the KL that a penalty follows, because the proximal policy is interpolated")
+            return
+        of_reference = self._controlled["q"] == "reference"
+        apart = [
+            (other - own) * (1 if of_reference else -1)
+            for n, row in rows.items()
+            for own, other in zip(
+                start[n], reference[n] if of_reference else row.column("generation_logprobs"), strict=True
+            )
+        ]
+        plain, slope = k3_of(apart)
+        found = self._lines[step.step].kl_nats.get(self._controlled["q"], math.nan if apart else 0.0)
+        where = f"step {step.step} has the KL {found:.9g} in steps.jsonl, and the plain log-probs give {plain:.9g}"
+        self._compare("kl", 1, abs(found - plain) / (slope + self.found["kl"].limit), where)
 
     def _compare_advantages(
         self,
@@ -434,12 +491,13 @@ class _Witness:
     ) -> Axes:
         """Returns the axes of the objective, with the bounds that depend on all tokens of the step."""
         assert self._objective is not None, "the caller has looked"
+        axes = with_beta(self._objective, self._betas.get(step.step))
         if not self._has_bounds_of_step:
-            return self._objective
+            return axes
         samples = [self._sample(row, step, start[n], start[n], reference.get(n, ())) for n, row in rows.items()]
         names = ("advantages", "current", "proximal", "behaviour", "reference")
         tokens = {name: [value for sample in samples for value in getattr(sample, name)] for name in names}
-        return with_bounds(self._objective, tokens)
+        return with_bounds(axes, tokens)
 
     def _gradient(
         self,

@@ -26,6 +26,7 @@ from asyncrl.deployment.shared_actors import RunHandles
 from asyncrl.learner.audit_records import Began, Machine, PublishedVersion, Record, manifest_digest
 from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient
 from asyncrl.learner.loop import LearnerLoop
+from asyncrl.learner.penalty_control import first_loss
 from asyncrl.learner.publication import Publisher, probe_sequences
 from asyncrl.learner.recording import StepEnd, StepRecorder
 from asyncrl.learner.records import RecordSink, RunTotals
@@ -187,7 +188,8 @@ class Training:
             best=stay,
         )
         incarnation = handles.lineage.incarnation
-        stages = Stages(config=config, policy=policy, critic=parts.critic, states=self.states)
+        loss = first_loss(config, before)
+        stages = Stages(config=config, policy=policy, critic=parts.critic, states=self.states, loss=loss)
         step_end = StepEnd(
             stages=stages,
             rows=parts.rows,

@@ -93,7 +93,7 @@ class LearnerLoop:
     """True if the learner has a newer version than the published one."""
 
     def __post_init__(self) -> None:
-        self._checks = StepChecks(config=self.config, metrics=self.step_end.recorder.metrics, prompts=self.prompts)
+        self._checks = StepChecks(config=self.config, recorder=self.step_end.recorder, prompts=self.prompts)
 
     async def run(self, stop: asyncio.Event) -> RunTotals:
         """Trains until `learner.total_steps`, the last prompt, `run.stop_when` or `stop`, and returns the run's totals.

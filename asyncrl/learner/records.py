@@ -250,6 +250,14 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     @property
+    def kl_nats(self) -> dict[str, float]:
+        """The KL that the β of a penalty may follow, by the other policy, as `StepReport.kl_nats` has it."""
+        names = {"reference": "kl_to_reference_nats", "behaviour": "kl_to_behaviour_nats"}
+        if not (self.trained and self.trained_tokens):
+            return {}
+        return {policy: value for policy, name in names.items() if (value := self.number(name)) is not None}
+
+    @property
     def witness_ratio(self) -> float | None:
         """The largest difference that the witness found in this step, as a share of what is accepted; None if the step
         has no number of it."""

@@ -20,7 +20,6 @@ import torch
 from asyncrl.algorithms.advantages import Estimator, compute_advantages, varied
 from asyncrl.algorithms.filters import masked_samples, scored_samples
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
-from asyncrl.algorithms.loss import build_loss
 from asyncrl.algorithms.presets import advantage_of
 from asyncrl.algorithms.token_estimators import OUTCOME, TokenEstimator, resolve_estimators
 from asyncrl.algorithms.value_loss import ClippedValueLoss
@@ -31,6 +30,7 @@ from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.rows import TRAIN_PARTITION
 from asyncrl.data_plane.sample_ids import samples_of
 from asyncrl.errors import StalenessViolation
+from asyncrl.learner.penalty_control import next_loss
 from asyncrl.learner.witnessed_step import Witnessed, is_witnessed, read_token_findings, without_formula, witnessed
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.step_loss import needs_proximal, needs_reference
@@ -204,20 +204,20 @@ def step_meta(lease: Lease, *, extra: Sequence[str] = ()) -> KVBatchMeta:
 
 @dataclass(kw_only=True)
 class Stages:
-    """Runs the stages of the steps, with the loss, filters and estimators of the configuration.
+    """Runs the stages of the steps, with the filters and estimators of the configuration.
 
-    `states` counts the seconds of the learner's process by state. Raises ConfigError if there is a critic, but no
-    section `critic` of the configuration.
+    `loss` is that of the next step (`asyncrl.learner.penalty_control`). `states` counts the seconds of the learner's
+    process by state. Raises ConfigError if there is a critic, but no section `critic` of the configuration.
     """
 
     config: Config
     policy: TQPolicy
     critic: TQValue | None
     states: StateClock
+    loss: LossFunction
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._loss = build_loss(self.config)
         self._estimator: Estimator | None = None
         self._by_token: TokenEstimator | None
         self._is_first = True
@@ -229,14 +229,14 @@ class Stages:
             self._by_token = critic_estimator(self.config)
             self._value_loss = ClippedValueLoss(clip=self._critic.value_clip, aggregation=self._critic.aggregation)
         if self.config.witness.every_steps:
-            for words in without_formula(self._loss, self.config):
+            for words in without_formula(self.loss, self.config):
                 logger.info("%s", words)
 
     @property
     def writes_logprobs(self) -> bool:
         """Whether the objective needs the column `prev_logprobs`, the policy's log-probs before the step. The stage
         `log_probs` then writes this column."""
-        return needs_proximal(self._loss, updates=self.config.learner.updates_per_step)
+        return needs_proximal(self.loss, updates=self.config.learner.updates_per_step)
 
     def trains_only_critic(self, step: int) -> bool:
         """Returns whether `step` trains only the critic.
@@ -272,7 +272,7 @@ class Stages:
         # A second meta for the same rows. It names the columns that only the estimator and the critic read, so that the
         # policy's training does not fetch them.
         scoring_meta = meta.slice(0, meta.size)
-        read: frozenset[str] = getattr(self._loss, "columns", frozenset())
+        read: frozenset[str] = getattr(self.loss, "columns", frozenset())
         columns = {"sample_mask": samples.mask_B}
         # Some objectives average over prompts (`group_ids`) or imitate rows with a high reward (`rewards`).
         columns |= {"rewards": samples.rewards_B} if "rewards" in read else {}
@@ -297,12 +297,13 @@ class Stages:
         report = await self._train(
             policy.train_from_meta,
             meta,
-            self._loss,
+            self.loss,
             ranks=self.config.learner.ranks,
             eval_mode=self.trains_only_critic(step),
             witness=None if samples.witnessed is None else samples.witnessed.request,
         )
         self._is_first = self._is_first and self.trains_only_critic(step)
+        self.loss = next_loss(self.loss, report.kl_nats, step=step, config=self.config)
         self._passes_parts = self._passes_parts and "gradient" not in report.findings
         return replace(report, findings=worst([*report.findings.values(), *findings])), critic_report
 
@@ -315,7 +316,7 @@ class Stages:
         reads = () if by_token is None else by_token.reads
         if critic is not None:
             await asyncio.to_thread(critic.get_values_from_meta, scoring_meta)
-        if needs_reference(self._loss) or "reference_policy_logprobs" in reads:
+        if needs_reference(self.loss) or "reference_policy_logprobs" in reads:
             await asyncio.to_thread(policy.get_reference_policy_logprobs_from_meta, meta)
         if self.writes_logprobs or "prev_logprobs" in reads:
             await asyncio.to_thread(policy.get_logprobs_from_meta, meta)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from asyncrl.buffer.records import Lease
 from asyncrl.config.schema import Config
 from asyncrl.errors import NonFiniteError, ParityError, WitnessFailed
+from asyncrl.learner.recording import StepRecorder
 from asyncrl.learner.trained_prompts import TrainedPrompts
-from asyncrl.learner.witnessed_step import counts_of_step, rate_of_lease
+from asyncrl.learner.witnessed_step import ExpectedBeta, counts_of_step, rate_of_lease
 from asyncrl.metrics.numbers import LEAST_PUBLISHED_BITS
-from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.ranks.report import StepReport
 from asyncrl.weights.parity import POOLED_TOKENS, ParityJudge, ParityLimits
 from asyncrl.witness.judge import Finding, worst
@@ -19,11 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 class StepChecks:
-    """Checks each step. It counts the steps in a row that were skipped."""
+    """Checks each step. It counts the steps in a row that were skipped. `recorder` has the metrics, and the last record
+    before the run was resumed."""
 
-    def __init__(self, *, config: Config, metrics: LearnerMetrics, prompts: TrainedPrompts) -> None:
+    def __init__(self, *, config: Config, recorder: StepRecorder, prompts: TrainedPrompts) -> None:
         self._config = config
-        self._metrics = metrics
+        self._metrics = recorder.metrics
+        self._beta = ExpectedBeta(config, recorder.before)
         self._prompts = prompts
         limits = ParityLimits.of(config, temperature=config.generator.temperature)
         self._judge = ParityJudge(limits, least_tokens=POOLED_TOKENS)
@@ -55,8 +57,8 @@ class StepChecks:
         return verdict.ratio
 
     def witness(self, reports: Sequence[StepReport | None], lease: Lease) -> dict[str, Finding]:
-        """Compares the counts of the step with its lease, its learning rate with the schedule, and its prompts with the
-        data. Returns the worst finding of each check of the witness.
+        """Compares the counts of the step with its lease, its learning rate with the schedule, the β of a penalty with
+        the steps before, and its prompts with the data. Returns the worst finding of each check of the witness.
 
         If a check has failed, raises WitnessFailed or logs an error, as `witness.on_failure` says.
         """
@@ -65,8 +67,8 @@ class StepChecks:
         if policy is not None and not policy.skipped:
             found.append(counts_of_step(lease, policy, config=self._config))
             found.append(rate_of_lease(lease, policy, config=self._config))
-            if (of_prompts := self._prompts.finding(lease)) is not None:
-                found.append(of_prompts)
+            more = (self._beta.finding(lease, policy), self._prompts.finding(lease))
+            found += [finding for finding in more if finding is not None]
         by_check = worst(found)
         for finding in by_check.values():
             if finding.failed:

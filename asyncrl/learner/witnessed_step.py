@@ -5,9 +5,10 @@ at random, whose samples the witness computes a second time.
 `asyncrl.witness` has the formulas, and `asyncrl.ranks.witnessed` the second pass.
 """
 
+import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -17,16 +18,18 @@ import torch
 from asyncrl.algorithms.advantages import Estimator, Samples, compute_advantages
 from asyncrl.algorithms.baselines import CriticBased, Outcome, OwnEstimator, has_token_advantages, resolve_advantage
 from asyncrl.algorithms.loss import ObjectiveLoss
-from asyncrl.algorithms.presets import advantage_of
+from asyncrl.algorithms.presets import advantage_of, own_loss, resolve_objective
 from asyncrl.algorithms.token_estimators import DiscountedReturns, TokenEstimator
 from asyncrl.buffer.records import Lease, LeasedGroup
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import RunError
+from asyncrl.learner.records import StepRecord
 from asyncrl.ranks.report import StepReport
 from asyncrl.value.estimators import GAE, VTrace
 from asyncrl.witness.advantages import TokenColumns, of_tokens, unlike
+from asyncrl.witness.bounds import next_beta
 from asyncrl.witness.judge import EQUAL, FORMULA, Finding, Request, counts_finding
 from asyncrl.witness.objective import Axes, Counts
 from asyncrl.witness.optimizer import rate_of_step
@@ -243,6 +246,45 @@ def rate_of_lease(lease: Lease, report: StepReport, *, config: Config) -> Findin
         ratio=abs(report.learning_rate - expected) / (EQUAL * expected) if expected else report.learning_rate,
         words=f"the step had the learning rate {report.learning_rate:.9g}, and its schedule gives {expected:.9g}",
     )
+
+
+class ExpectedBeta:
+    """Follows the β of the penalty with `control` by the plain formula, from the KL of the steps before. `before` is
+    the last record of a resumed run. `value` is the β of the next step; None if no penalty has `control`."""
+
+    def __init__(self, config: Config, before: StepRecord | None = None) -> None:
+        self._penalty = controlled_penalty(config)
+        self._only_critic = 0 if config.critic is None else config.critic.warmup_steps
+        self.value: float | None = None if self._penalty is None else self._penalty["beta"]
+        known = None if before is None else before.number("penalty_beta")
+        if before is not None and known is not None and self._penalty is not None:
+            self.value = known
+            self.advance(before.step, before.kl_nats)
+
+    def advance(self, step: int, kl_nats: Mapping[str, float]) -> None:
+        """Computes the β of the next step. `kl_nats` has the recorded KL of `step` by the other policy."""
+        if self.value is not None and self._penalty is not None and step >= self._only_critic:
+            kl = kl_nats.get(self._penalty["q"])
+            self.value = self.value if kl is None else next_beta(self.value, self._penalty["control"], kl)
+
+    def finding(self, lease: Lease, report: StepReport) -> Finding | None:
+        """Compares the β with which the ranks have trained a step with the expected one, and goes on to the next
+        step. Returns None if no penalty has `control`."""
+        if (expected := self.value) is None:
+            return None
+        self.advance(lease.step, report.kl_nats)
+        found = report.diagnostics.get("penalty_beta", math.nan)
+        words = f"a penalty had β = {found:.9g}, and the KL of the steps before gives {expected:.9g}"
+        return Finding(check="bounds", ratio=abs(found - expected) / (EQUAL * expected), words=words)
+
+
+def controlled_penalty(config: Config) -> Axes | None:
+    """Returns the axes of the penalty whose β follows the steps before; None if the objective has none."""
+    if own_loss(config.algorithm) is not None:
+        return None
+    penalty = resolve_objective(config.algorithm.loss, config.algorithm.overrides).controlled()
+    axes: Axes | None = None if penalty is None else msgspec.to_builtins(penalty)
+    return axes
 
 
 def counts_of_step(lease: Lease, report: StepReport, *, config: Config) -> Finding:

@@ -49,7 +49,8 @@ WITNESSED = {
     "prompts": "how often a prompt was trained in its epoch against its rows in the data",
     "rows": "log-probs of rows against those of each row alone",
     "advantages": "advantages against those that follow from the rewards",
-    "bounds": "bounds of the objective that depend on the whole step against their definitions",
+    "bounds": "bounds of the objective that depend on the whole step, and a β that follows the steps before, against "
+    "their definitions",
     "coefficients": "derivatives of the loss by each log-prob against the objective's formula",
     "gradient": "the gradient of a drawn group against that of a plain pass",
     "optimizer": "new values of single weights against the optimizer's formula",
@@ -326,6 +327,15 @@ NUMBERS: tuple[Number, ...] = (
         "train",
         Line(Chart("KL to the reference", "nats"), "kl to the reference"),
         (Panel(LEARNS, "KL to the reference", unit="suffix: nats"), "KL"),
+    ),
+    Number(
+        "penalty_beta",
+        "",
+        "Coefficient β of the penalty that follows the KL of the steps before (`control` in docs/losses.md). NaN when "
+        "no penalty of the loss has control.",
+        "train",
+        Line(Chart("Penalty's β"), "β"),
+        (Panel(LEARNS, "Penalty's β"), "β"),
     ),
     Number("trained_tokens", "tokens", "Completion tokens that the step trained.", "train/tokens", gauge=None),
     Number("trained_samples", "samples", "Samples that the step trained.", "train/samples", gauge=None),

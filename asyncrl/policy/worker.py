@@ -162,6 +162,10 @@ class PolicyWorker(RankWorker[LossFunction]):
         axes: Axes = msgspec.to_builtins(loss_fn.objective)
         return axes
 
+    def _penalty_beta(self, loss_fn: LossFunction) -> float | None:
+        penalty = loss_fn.objective.controlled() if isinstance(loss_fn, ObjectiveLoss) else None
+        return None if penalty is None else penalty.beta
+
     def _witness_reference(self, update: PlannedUpdate, witness: UpdateWitness) -> None:
         if not any(self.gather(any("reference_policy_logprobs" in part for part in update.parts))):
             return

@@ -4,6 +4,7 @@ Invariants: sums are added before any division, so that micro-batches, updates a
 step without a trained token causes no division by zero (F24).
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,8 +55,8 @@ class StepReport:
     """Measurements by name: the measures of `asyncrl.algorithms.kernel`, except for a user's loss that takes logits;
     with ρ the importance weight of a token, the mean e^|log ρ| and the largest |log ρ|; the KL to the reference; the
     tokens of the rows divided by the tokens that went through the model; the number of tokens that were left out
-    because a log-prob or advantage was not finite; and the memory of the fullest GPU. A measurement that was not made
-    has no entry."""
+    because a log-prob or advantage was not finite; the memory of the fullest GPU; and the β of the penalty with
+    `control`. A measurement that was not made has no entry."""
     loss_metrics: Mapping[str, float] = field(default_factory=dict)
     """The loss's own metrics, added over micro-batches and ranks and averaged over updates. The presets have
     `clipped_ratio` and `gated_ratio`."""
@@ -75,6 +76,15 @@ class StepReport:
     """Kind of the digests `weights_before` and `weights_after`, one of `asyncrl.ranks.digest.KINDS`."""
     findings: Mapping[str, Finding] = field(default_factory=dict)
     """The worst finding of the witness (`asyncrl.witness`) for each check, by the check's name."""
+
+    @property
+    def kl_nats(self) -> dict[str, float]:
+        """The KL that the β of a penalty may follow, by the other policy. A KL that is not finite has no entry. Empty
+        if the step was skipped or trained no token."""
+        found = {"reference": self.diagnostics.get("kl_to_reference_nats"), "behaviour": self.kl_behaviour_k3_nats}
+        if self.skipped or not self.trained_tokens:
+            return {}
+        return {policy: value for policy, value in found.items() if value is not None and math.isfinite(value)}
 
     @property
     def on_policy_differences(self) -> Differences:
@@ -139,7 +149,7 @@ class RankRecord:
     `model_flops` and `peak_flops_per_s` are as in `StepReport`, for this rank. `gpu_memory_bytes` is the most memory
     that its tensors took on its GPU since the step before; None on a CPU. `weights_before`, `weights_after` and
     `weights_before_by_kind` are the rank's parts of the digests. `findings` are what the witness found on this rank,
-    the worst of each check and update.
+    the worst of each check and update. `penalty_beta` is the β of the loss's penalty with `control`; None without one.
     """
 
     plans: tuple[UpdatePlan, ...]
@@ -159,6 +169,7 @@ class RankRecord:
     weights_before_by_kind: Mapping[str, int] = field(default_factory=dict)
     digest_kind: str = XXH3
     findings: tuple[Finding, ...] = ()
+    penalty_beta: float | None = None
 
 
 def global_plan(plans: Sequence[UpdatePlan]) -> UpdatePlan:
@@ -210,6 +221,7 @@ def step_report(ranks: Sequence[RankRecord]) -> StepReport:
             **_packing(ranks),
             **_gpu_memory(ranks),
             "nonfinite_tokens": float(sum(rank.nonfinite_tokens for rank in ranks)),
+            **({} if ranks[0].penalty_beta is None else {"penalty_beta": ranks[0].penalty_beta}),
         },
         token_staleness=_histogram([rank.staleness for rank in ranks]),
         loss_metrics=loss_metrics,

@@ -160,6 +160,10 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         losses."""
         return None
 
+    def _penalty_beta(self, loss_fn: LossT) -> float | None:
+        """Returns the β of the loss's penalty whose β follows the steps before; None without one."""
+        return None
+
     def _weights_changed(self) -> None:
         """A hook for subclasses: called after `train` has applied an update, and after weights were loaded."""
 
@@ -247,6 +251,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             weights_before_by_kind=before_by_kind,
             digest_kind=self._digests.kind,
             findings=tuple(findings),
+            penalty_beta=self._penalty_beta(loss_fn),
         )
 
     def trained_step(self) -> int | None:

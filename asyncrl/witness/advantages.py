@@ -51,9 +51,8 @@ def of_samples(axes: Axes, samples: Sequence[Scored]) -> list[float]:
     if axes["whiten"] == "none":
         return found
     counts = [float(sample.tokens) if axes["whiten"] == "tokens" else 1.0 for sample in samples]
-    whitened = whiten(axes, found, counts)
     equal, raw = equal_groups(axes, samples), {group[0] for group in groups if _is_raw(axes, group)}
-    return [0.0 if equal[n] and n not in raw else value for n, value in enumerate(whitened)]
+    return [0.0 if equal[n] and n not in raw else value for n, value in enumerate(whiten(axes, found, counts))]
 
 
 def equal_groups(axes: Axes, samples: Sequence[Scored]) -> list[bool]:
@@ -268,8 +267,7 @@ def unlike(raw: Sequence[float], found: Sequence[float], *, whitened: bool) -> f
     if whitened and raw:
         mean_raw, mean_found = fmean(raw), fmean(found)
         spread = math.fsum((value - mean_raw) ** 2 for value in raw)
-        pairs = zip(raw, found, strict=True)
-        together = math.fsum((value - mean_raw) * (other - mean_found) for value, other in pairs)
+        together = math.fsum((a - mean_raw) * (b - mean_found) for a, b in zip(raw, found, strict=True))
         # a scale is above 0: advantages with the opposite sign are not those of these rewards
         scale = max(together / spread, 0.0) if spread > EQUAL * math.fsum(value**2 for value in raw) else 0.0
         shift = mean_found - scale * mean_raw

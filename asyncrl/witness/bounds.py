@@ -1,5 +1,5 @@
 """Bounds of an objective that depend on all tokens of a step: the budget of a gate, effective shares, and choices of
-tokens by covariance.
+tokens by covariance. Also the β of a penalty, if it follows the KL of the steps before.
 
 The learner's ranks search them on a grid, with sums over the ranks. The witness judges by their definition the bounds
 that were found, with all tokens of the step in one list.
@@ -36,6 +36,12 @@ def unlike_bounds(configured: Axes, used: Axes, tokens: Tokens) -> str:
         if abs(beta - penalty["beta"] * (1 - share)) > CLOSE * penalty["beta"]:
             problems.append(f"a penalty has β = {beta:.6g}, and the effective share is {share:.6g}")
     return "; ".join(filter(None, problems))
+
+
+def next_beta(beta: float, control: Axes, kl_nats: float) -> float:
+    """Returns the β of a penalty after a step with this KL (Ziegler et al. 2019, 1909.08593, section 2.2)."""
+    error: float = max(-0.2, min(0.2, (kl_nats - control["target"]) / control["target"]))
+    return max(1e-9, min(1e9, beta * (1 + float(control["gain"]) * error)))
 
 
 def effective_share(ratios: Sequence[float]) -> float:

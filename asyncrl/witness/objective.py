@@ -77,8 +77,8 @@ def derivatives(axes: Axes, sample: Sample, counts: Counts, *, apart_nats: float
     evaluates both signs of a rounding error, because a token at the edge of a clip may be on either side of it.
     """
     sources = _sources(axes, sample, apart_nats)
-    tokens, columns = range(len(sample)), {"advantages": sample.advantages, **sources}
-    columns["behaviour"] = sample.behaviour  # they are hashed as they were recorded, without `apart_nats`
+    # the log-probs of the sampler are hashed as they were recorded, without `apart_nats`
+    tokens, columns = range(len(sample)), {"advantages": sample.advantages, **sources, "behaviour": sample.behaviour}
     divisor = _divisor(axes, sample, counts)
     averaging = [sample.weight * weight / divisor for weight in sample.token_weights]
     kept = _weights(axes["weight"], sources)

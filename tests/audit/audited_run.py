@@ -29,6 +29,7 @@ from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import FailureClass
 from asyncrl.learner.audit_records import Began, Machine, PublishedVersion, framed, read_records, records_path
 from asyncrl.learner.loop import LearnerLoop
+from asyncrl.learner.penalty_control import first_loss
 from asyncrl.learner.recording import StepEnd, StepRecorder
 from asyncrl.learner.records import RunInfo, StepRecord, read_lines
 from asyncrl.learner.sample_records import Texts
@@ -188,7 +189,14 @@ class AuditedRun(Scene):
             restored_step=resumed.step if resumed else 0,
             clock=self.clock,
         )
-        stages = Stages(config=self.config, policy=self.trainer, critic=None, states=self.states, clock=self.clock)
+        stages = Stages(
+            config=self.config,
+            policy=self.trainer,
+            critic=None,
+            states=self.states,
+            loss=first_loss(self.config, before),
+            clock=self.clock,
+        )
         recorder = StepRecorder(
             metrics=self.metrics, elapsed_s=self.clock, state_seconds=self.states.seconds, before=before
         )

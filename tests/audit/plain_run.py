@@ -60,6 +60,9 @@ class Faults:
     wrong_start: int | None = None
     tripled_advantages: int | None = None
     schedule_counted_twice: bool = False
+    beta_left_in: int | None = None
+    beta_twice_in: int | None = None
+    wrong_kl: int | None = None
 
 
 BROKEN = 5
@@ -75,7 +78,8 @@ def record_plainly(
     **algorithm: Any,
 ) -> Path:
     """Records the run in `directory`, with the model and the tokenizer that it describes in a folder that is removed.
-    `algorithm.advantage` is `group_mean`, or reinforce_pp_baseline with a `gamma`. Returns the directory."""
+    `algorithm.advantage` is `group_mean`, or reinforce_pp_baseline with a `gamma`. A penalty in `overrides` with a
+    `control` is one of kind k3 to the sampler. Returns the directory."""
     config = _config(directory.parent / "model", rate=rate, **algorithm)
     kept = KeptSteps(directory)
     kept.keep_model(make_model(Path(config.model.path)), with_weights=False)
@@ -120,6 +124,9 @@ def _steps(
     )
     _keep(model, kept.weights_path(Version(1, 0)))
     waiting, steps, lines = _generated(model, group=0, step=0), [], []
+    penalties = config.algorithm.overrides.get("penalties", [])
+    penalty = penalties[0] if penalties and "control" in penalties[0] else None
+    beta = 0.0 if penalty is None else penalty["beta"]
     for step in range(STEPS):
         groups, waiting = (
             [waiting, _generated(model, group=2 * step + 1, step=step, broken=2 * step + 1 == broken)],
@@ -141,7 +148,8 @@ def _steps(
         counted = step * (2 if faults.schedule_counted_twice else 1)
         rate = settings.learning_rate * min(1.0, (counted + 1) / WARMUP_STEPS)
         used = _without_broken(rows)
-        norm = _trained(model, optimizer, used, rate=rate * (2 if faults.double_rate == step else 1))
+        kl = _kl(used)
+        norm = _trained(model, optimizer, used, rate=rate * (2 if faults.double_rate == step else 1), beta=beta)
         if faults.moved_tensor == step:
             with torch.no_grad():
                 model.model.layers[1].mlp.up_proj.weight[0] += 0.01
@@ -151,7 +159,11 @@ def _steps(
         norm *= 1.01 if faults.wrong_norm == step else 1.0
         before = saved_digest(kept.weights_path(Version(1, step)), XXH3)
         steps.append(_record(lease, used, before=before, after=saved_digest(made, XXH3), norm=norm))
-        lines.append(make_step(step, learning_rate=rate))
+        kl *= 1.5 if faults.wrong_kl == step else 1.0
+        numbers = {} if penalty is None else {"penalty_beta": beta, "kl_to_behaviour_nats": kl}
+        lines.append(make_step(step, learning_rate=rate, diagnostics=numbers))
+        for _ in range({faults.beta_left_in: 0, faults.beta_twice_in: 2}.get(step, 1) if penalty is not None else 0):
+            beta *= 1 + penalty["control"]["gain"] * min(max(kl / penalty["control"]["target"] - 1, -0.2), 0.2)
     return steps, lines
 
 
@@ -199,13 +211,25 @@ def _logprobs(model: Any, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.nn.functional.pad(logp_BTV.gather(2, ids_BS[:, 1:, None]).squeeze(2), (1, 0))
 
 
-def _trained(model: Any, optimizer: torch.optim.Optimizer, rows: Mapping[str, torch.Tensor], *, rate: float) -> float:
-    """Trains a step of decoupled_icepop with one update. Returns the gradient's norm."""
+def _kl(rows: Mapping[str, torch.Tensor]) -> float:
+    """Returns the mean of u − 1 − log u over the trained tokens, with u = start / sampler."""
+    known_BS = rows["token_mask"] * rows["sample_mask"].unsqueeze(1) > 0
+    apart = (rows["prev_logprobs"] - rows["generation_logprobs"])[known_BS].double()
+    return float((apart.exp() - 1 - apart).mean())
+
+
+def _trained(
+    model: Any, optimizer: torch.optim.Optimizer, rows: Mapping[str, torch.Tensor], *, rate: float, beta: float
+) -> float:
+    """Trains a step of decoupled_icepop with one update, and with a penalty k3 to the sampler. Returns the gradient's
+    norm."""
     mask_BS = rows["token_mask"] * rows["sample_mask"].unsqueeze(1)
     logprobs_BS = _logprobs(model, rows)
     weight_BS = (logprobs_BS - rows["generation_logprobs"]).exp().detach()
     weight_BS = weight_BS * ((weight_BS >= 0.5) & (weight_BS <= 5.0))
-    ((-rows["advantages"] * weight_BS * logprobs_BS * mask_BS).sum() / mask_BS.sum()).backward()
+    apart_BS = logprobs_BS - rows["generation_logprobs"]
+    loss_BS = -rows["advantages"] * weight_BS * logprobs_BS + beta * ((-apart_BS).exp() - 1 + apart_BS)
+    ((loss_BS * mask_BS).sum() / mask_BS.sum()).backward()
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     for group in optimizer.param_groups:
         group["lr"] = rate

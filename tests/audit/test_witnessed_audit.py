@@ -105,6 +105,36 @@ def test_a_rate_of_another_step_of_the_schedule_is_found_in_steps_that_are_not_c
     )
 
 
+CONTROLLED = {"kind": "k3", "q": "behaviour", "beta": 3.0, "control": {"target": 0.005, "gain": 2.0}}
+
+
+def test_a_run_whose_beta_follows_the_kl_passes_and_a_wrong_beta_or_kl_is_found(tmp_path: Path) -> None:
+    overrides = {"penalties": [CONTROLLED]}
+    healthy = witnessed(record_plainly(tmp_path / "healthy" / "run", overrides=overrides))
+    assert healthy.verdict is Verdict.PASSED, healthy.detail
+    assert healthy.witnessed is not None
+    numbers = {each.check: each.number for each in healthy.witnessed.comparisons}
+    assert numbers["penalty"] == numbers["kl"] == numbers["gradient"] == STEPS
+    for name, faults, words in (
+        ("left", Faults(beta_left_in=1), "penalty: a penalty of step 2 has β = "),
+        ("twice", Faults(beta_twice_in=1), "penalty: a penalty of step 2 has β = "),
+        ("kl", Faults(wrong_kl=1), "kl: step 1 has the KL "),
+    ):
+        outcome = witnessed(record_plainly(tmp_path / name / "run", faults=faults, overrides=overrides))
+        assert outcome.verdict is Verdict.FAILED, name
+        assert outcome.detail.startswith(words), outcome.detail
+
+
+def test_a_wrong_beta_is_found_in_steps_that_are_not_computed_and_without_its_record(tmp_path: Path) -> None:
+    run = record_plainly(tmp_path / "run", faults=Faults(beta_left_in=2), overrides={"penalties": [CONTROLLED]})
+    outcome = witnessed(run, steps=1)
+    assert outcome.detail.startswith("penalty: a penalty of step 3 has β = "), outcome.detail
+    lines = (run / "steps.jsonl").read_text().replace('"penalty_beta"', '"other"')
+    (run / "steps.jsonl").write_text(lines)
+    outcome = witnessed(run, steps=1)
+    assert outcome.detail.startswith("penalty: a penalty of step 0 has β = None in steps.jsonl"), outcome.detail
+
+
 def test_a_run_with_a_rate_of_0_passes_and_a_tensor_that_moves_is_found(tmp_path: Path) -> None:
     outcome = witnessed(record_plainly(tmp_path / "fixed" / "run", rate=0.0))
     assert outcome.verdict is Verdict.PASSED, outcome.detail

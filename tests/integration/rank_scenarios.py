@@ -16,13 +16,14 @@ from rounding import SMOOTH_OPTIMIZER
 from tiny_groups import STEP, join, make_batch, make_config, make_group, make_groups
 from torch.distributed import FileStore
 
-from asyncrl.algorithms.interfaces import LossInputType, LossType, masked_mean
+from asyncrl.algorithms.interfaces import LossFunction, LossInputType, LossType, masked_mean
 from asyncrl.algorithms.loss import ObjectiveLoss, build_loss, gather_logprobs
 from asyncrl.algorithms.presets import PRESETS, resolve_objective
 from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import LP_SEED_FIELDS
 from asyncrl.errors import Offloaded, RunError, WeightError
+from asyncrl.learner.penalty_control import next_loss
 from asyncrl.policy.step_loss import needs_proximal, needs_reference
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks.batching import token_batch
@@ -97,6 +98,7 @@ TRAINING: dict[str, tuple[dict[str, Any], Any]] = {
     "calibrated": ({"micro_batch_size": 5}, make_batch),
     "interpolated": ({"micro_batch_size": 5, "updates_per_step": 2}, make_batch),
     "counted": ({"micro_batch_size": 5}, make_batch),
+    "controlled": ({"micro_batch_size": 5}, make_batch),
 }
 LOSSES: dict[str, Any] = {
     "own_loss": f"{__name__}:LogitLoss",
@@ -104,6 +106,10 @@ LOSSES: dict[str, Any] = {
     "reference": {
         **msgspec.to_builtins(PRESETS["decoupled_icepop"].objective),
         "penalties": [{"kind": "k3", "beta": 10.0, "q": "reference"}],
+    },
+    "controlled": {
+        **msgspec.to_builtins(PRESETS["decoupled_icepop"].objective),
+        "penalties": [{"kind": "k3", "beta": 0.5, "q": "behaviour", "control": {"target": 0.3, "gain": 1.0}}],
     },
     "calibrated": "m2po",
     "interpolated": "a3po",
@@ -201,10 +207,17 @@ def moments_of(policy: PolicyWorker) -> dict[str, np.ndarray]:
     }
 
 
-def train_step(policy: PolicyWorker, data: BatchedDataDict, *, updates_per_step: int = 1, **_: Any) -> StepReport:
-    """Trains a step with the same stages as the learner's loop, on this rank's share. Returns the report of all
-    ranks."""
-    ranks, loss_fn = policy.world_size, build_loss(policy.config)
+def train_step(
+    policy: PolicyWorker,
+    data: BatchedDataDict,
+    *,
+    updates_per_step: int = 1,
+    loss_fn: LossFunction | None = None,
+    **_: Any,
+) -> StepReport:
+    """Trains a step with the same stages as the learner's loop, on this rank's share. The loss is by default that of
+    the configuration. Returns the report of all ranks."""
+    ranks, loss_fn = policy.world_size, loss_fn or build_loss(policy.config)
     if data.size % (ranks * updates_per_step):
         shard = data.shard_by_batch_size(ranks, allow_uneven_shards=True)[policy.rank]
     else:
@@ -240,6 +253,9 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
         data = half_on_policy(policy, batch()) if name == "calibrated" else batch()
         report = train_step(policy, data, **learner)
         again = train_step(policy, batch(), **learner) if name == "reference" else None
+        if name == "controlled":
+            following = next_loss(build_loss(policy.config), report.kl_nats, step=STEP, config=policy.config)
+            again = train_step(policy, batch(), loss_fn=following, **learner)
         after = {key: tensor.numpy() for key, tensor in policy.gather_weights()}
         results[name] = {"report": report, "again": again, "weights": after, "trained_step": policy.trained_step()}
         policy.close()

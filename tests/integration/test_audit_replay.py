@@ -35,6 +35,7 @@ from asyncrl.data_plane.codec import PAD_VALUES
 from asyncrl.data_plane.rows import TRAIN_PARTITION
 from asyncrl.deployment.run_dir import processor, provenance
 from asyncrl.learner.audit_records import Began, Machine, TrainedStep, framed, records_path
+from asyncrl.learner.penalty_control import first_loss
 from asyncrl.learner.recording import trained_step
 from asyncrl.learner.saving import KeptSteps, kept_columns
 from asyncrl.learner.step import Stages, step_meta
@@ -88,7 +89,7 @@ def run(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recorded_steps(policy: TQPolicy, config: Config, kept: KeptSteps) -> list[TrainedStep]:
     states = StateClock(states=LEARNER_STATES, initial="other", started_s=time.monotonic())
-    stages = Stages(config=config, policy=policy, critic=None, states=states, clock=time.monotonic)
+    stages = Stages(config=config, policy=policy, critic=None, states=states, loss=first_loss(config))
     policy.save_checkpoint(kept.weights_path(Version(1, 0)))
     steps: list[TrainedStep] = []
     waiting = [generated(policy, group=0, step=0)]

@@ -157,6 +157,17 @@ def test_two_ranks_calibrate_the_gate_of_one_rank_which_takes_out_some_tokens_an
     assert two.trained_tokens == one.trained_tokens
 
 
+def test_a_beta_that_follows_the_kl_is_equal_on_one_and_two_ranks(results: Any) -> None:
+    first = results[1, 0]["controlled"]
+    kl = first["report"].kl_nats["behaviour"]
+    assert 0.25 < kl < 0.35, "within a fifth of the target, so that every part of the KL counts"
+    for world_size, rank in ((1, 0), (2, 0), (2, 1)):
+        found = results[world_size, rank]["controlled"]
+        assert found["report"].diagnostics["penalty_beta"] == 0.5
+        assert found["again"].diagnostics["penalty_beta"] == pytest.approx(0.5 * kl / 0.3, rel=1e-6)
+        assert found["again"].loss == pytest.approx(first["again"].loss, abs=2 * LOSS)
+
+
 def test_both_ranks_give_the_same_report(results: Any) -> None:
     first, second = results[2, 0]["micro_batch_3"]["report"], results[2, 1]["micro_batch_3"]["report"]
     assert (first.loss, first.grad_norm, first.ess) == (second.loss, second.grad_norm, second.ess)

@@ -15,6 +15,7 @@ import msgspec
 from memory_client import MemoryClient
 
 from asyncrl.algorithms.interfaces import LossFunction, ValueLossFunction
+from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.token_estimators import OUTCOME, TokenEstimator
 from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, GroupMeta, HeldReport, Lease, LeaseWait, Ticket
 from asyncrl.common.version import Version
@@ -38,6 +39,7 @@ from asyncrl.generation.interfaces import Completion
 from asyncrl.learner.audit_records import Record
 from asyncrl.learner.heldout import HeldoutEvaluation
 from asyncrl.learner.loop import LearnerLoop
+from asyncrl.learner.penalty_control import first_loss
 from asyncrl.learner.recording import StepEnd, StepRecorder, described_metrics
 from asyncrl.learner.records import EvalRecord, RecordSink, RunTotals, SampleRecord, StepRecord
 from asyncrl.learner.sample_records import Texts
@@ -199,6 +201,7 @@ class FakeTrainer:
         self.save_answers: list[Exception | None] = []
         self.stage_answers: list[Exception | None] = []
         self.save_s = self.stage_s = 0.0
+        self.reports_beta = True
 
     @property
     def kept(self) -> set[str]:
@@ -251,7 +254,9 @@ class FakeTrainer:
         rows = self._read_masks(meta, ["token_mask", "sample_mask"])
         trained_BS = rows["token_mask"] * rows["sample_mask"].unsqueeze(1) > 0
         counts = {"trained_tokens": int(trained_BS.sum()), "trained_samples": int(trained_BS.any(dim=1).sum())}
-        return {"report": replace(report, **counts)}
+        penalty = loss_fn.objective.controlled() if isinstance(loss_fn, ObjectiveLoss) else None
+        beta = {} if penalty is None or not self.reports_beta else {"penalty_beta": penalty.beta}
+        return {"report": replace(report, **counts, diagnostics={**report.diagnostics, **beta})}
 
     def check_folder(self, folder: Path) -> None: ...
 
@@ -354,7 +359,7 @@ def skipped() -> StepReport:
 class Scene:
     """A learner's loop with all of its parts. `settings` are sections of the configuration, `sets` the tasks of named
     held-out sets, `prompts` the number of training prompts. `group` are fields of the groups that the replica
-    commits. The records go to `log` and to `sinks`."""
+    commits. `before` is the last record of a resumed run. The records go to `log` and to `sinks`."""
 
     def __init__(
         self,
@@ -364,6 +369,7 @@ class Scene:
         sets: Mapping[str, Sequence[Task]] | None = None,
         prompts: int = len(TASKS),
         group: Mapping[str, Any] | None = None,
+        before: StepRecord | None = None,
         **settings: Any,
     ) -> None:
         self.group = group or {}
@@ -423,9 +429,16 @@ class Scene:
             clock=self.clock,
         )
         stages = Stages(
-            config=self.config, policy=self.trainer, critic=self.critic, states=self.states, clock=self.clock
+            config=self.config,
+            policy=self.trainer,
+            critic=self.critic,
+            states=self.states,
+            loss=first_loss(self.config, before),
+            clock=self.clock,
         )
-        recorder = StepRecorder(metrics=self.metrics, elapsed_s=self.clock, state_seconds=self.states.seconds)
+        recorder = StepRecorder(
+            metrics=self.metrics, elapsed_s=self.clock, state_seconds=self.states.seconds, before=before
+        )
         self.loop = LearnerLoop(
             config=self.config,
             incarnation=1,

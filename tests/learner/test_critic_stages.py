@@ -11,6 +11,7 @@ from asyncrl.buffer.ledger import Fate
 from asyncrl.data.specs import GENERATED_FIELDS
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import ConfigError, NonFiniteError, RowsLost
+from asyncrl.learner.penalty_control import first_loss
 from asyncrl.learner.step import Stages
 from asyncrl.ranks.report import StepReport
 from asyncrl.value.estimators import GAE, VTrace
@@ -208,4 +209,11 @@ def test_a_critic_that_the_configuration_does_not_have_is_refused() -> None:
     run = Scene()
     made = FakeCritic(run.trainer, run.clock)
     with pytest.raises(ConfigError, match="no section"):
-        Stages(config=run.config, policy=run.trainer, critic=made, states=run.states, clock=run.clock)
+        Stages(
+            config=run.config,
+            policy=run.trainer,
+            critic=made,
+            states=run.states,
+            loss=first_loss(run.config),
+            clock=run.clock,
+        )

@@ -78,7 +78,7 @@ NOT_OF_A_STEP = {
 OF_THE_REPORT = (
     *("kernel_ess_ratio", "silent_ratio", "exp_abs_log_rho_mean", "abs_log_rho_max_nats", "nonfinite_tokens"),
     *(f"{name}_{sign}_ratio" for name in ("clipped", "gated") for sign in ("positive", "negative")),
-    *("kl_to_reference_nats", "packing_efficiency_ratio", "gpu_memory_allocated_max_gib"),
+    *("kl_to_reference_nats", "packing_efficiency_ratio", "gpu_memory_allocated_max_gib", "penalty_beta"),
 )
 """Declared numbers that a step report has in its `diagnostics`."""
 

@@ -21,7 +21,7 @@ from asyncrl.algorithms.objective import (
 )
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.algorithms.step_statistics import StepTokens
-from asyncrl.witness.bounds import unlike_bounds
+from asyncrl.witness.bounds import next_beta, unlike_bounds
 
 OBJECTIVES = {
     "m2po": PRESETS["m2po"].objective,
@@ -111,6 +111,14 @@ def test_another_choice_of_tokens_is_not_accepted(order: Literal["largest", "ran
             assert "chosen by covariance" in unlike_bounds(axes, {**used, **place}, lists_of(step)), change
         missing = {"dropped": None, "penalties": [{**each, "tokens": None} for each in used["penalties"]]}
         assert "missing or added" in unlike_bounds(axes, {**used, **missing}, lists_of(step))
+
+
+def test_a_beta_that_follows_a_kl_by_hand() -> None:
+    """K_β = 0.1, so that β changes by 0.1 · (KL − target) / target, at most 2 %."""
+    control = {"target": 0.5, "gain": 0.1}
+    pairs = ((0.5, 2.0), (0.55, 2.02), (0.45, 1.98), (0.9, 2.04), (0.0, 1.96))
+    assert [next_beta(2.0, control, kl) for kl, _ in pairs] == pytest.approx([beta for _, beta in pairs], rel=1e-12)
+    assert (next_beta(1e-9, control, 0.0), next_beta(1e9, control, 5.0)) == (1e-9, 1e9)
 
 
 def test_a_penalty_has_the_rest_of_the_effective_share() -> None:
