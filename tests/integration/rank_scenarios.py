@@ -109,7 +109,7 @@ LOSSES: dict[str, Any] = {
     },
     "controlled": {
         **msgspec.to_builtins(PRESETS["decoupled_icepop"].objective),
-        "penalties": [{"kind": "k3", "beta": 0.5, "q": "behaviour", "control": {"target": 0.3, "gain": 1.0}}],
+        "penalties": [{"kind": "k3", "beta": 0.5, "q": "behaviour", "control": {"target": 0.48, "gain": 1.0}}],
     },
     "calibrated": "m2po",
     "interpolated": "a3po",

@@ -160,11 +160,11 @@ def test_two_ranks_calibrate_the_gate_of_one_rank_which_takes_out_some_tokens_an
 def test_a_beta_that_follows_the_kl_is_equal_on_one_and_two_ranks(results: Any) -> None:
     first = results[1, 0]["controlled"]
     kl = first["report"].kl_nats["behaviour"]
-    assert 0.25 < kl < 0.35, "within a fifth of the target, so that every part of the KL counts"
+    assert abs(kl / 0.48 - 1) < 0.2, "within a fifth of the target, so that every part of the KL counts"
     for world_size, rank in ((1, 0), (2, 0), (2, 1)):
         found = results[world_size, rank]["controlled"]
         assert found["report"].diagnostics["penalty_beta"] == 0.5
-        assert found["again"].diagnostics["penalty_beta"] == pytest.approx(0.5 * kl / 0.3, rel=1e-6)
+        assert found["again"].diagnostics["penalty_beta"] == pytest.approx(0.5 * kl / 0.48, rel=1e-6)
         assert found["again"].loss == pytest.approx(first["again"].loss, abs=2 * LOSS)
 
 
