@@ -141,11 +141,11 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     exit_reason: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a time that is not in ISO 8601, or for a pid that no process can have. msgspec turns it
-        into a ValidationError when it decodes the file."""
+        """Raises ValueError for a time that is not in ISO 8601 or has no Unix time, or for a pid that no process can
+        have. msgspec turns it into a ValidationError when it decodes the file."""
         for time in (self.started, self.finished, *(each.at for each in self.resumed)):
             if time is not None:
-                datetime.fromisoformat(time)
+                datetime.fromisoformat(time).timestamp()  # raises ValueError for the year 1
         if not 0 < self.pid < 2**31:
             raise ValueError(f"pid {self.pid} is not the number of a process")
 

@@ -82,5 +82,11 @@ def test_the_wall_time_of_a_run_begins_with_its_first_start_and_ends_with_its_en
     assert run_info(resumed=resumed, finished="2026-11-30T08:11:10+00:00").wall_s(at_eight + 9999.0) == 670.0
 
 
+@pytest.mark.parametrize("field", ["started", "finished"])
+def test_a_time_without_a_unix_time_is_refused_where_run_json_is_read(field: str) -> None:
+    with pytest.raises(ValueError, match="year 0 is out of range"):
+        run_info(**{field: "0001-01-01T00:00:00"})
+
+
 def test_the_examples_of_the_documentation_hold() -> None:
     assert doctest.testmod(module).failed == 0
