@@ -2,13 +2,17 @@
 
 `shown` replaces the values of the run's secrets by their names, and control characters by visible escapes. A completion
 or an error may contain the escape sequences of a terminal, which would move the cursor, hide lines, or change the
-title. All log records and all lines of the commands pass through `shown`: log records in `LogFormatter`, lines in
-`asyncrl.cli.terminal.say`.
+title. All log records and all lines of the commands pass through `shown` or its parts: log records in `LogFormatter`
+or `JsonLogFormatter`, lines in `asyncrl.cli.terminal.say`.
 """
 
+import json
 import logging
 import re
+import socket
 from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Literal
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -47,6 +51,21 @@ def shown(text: str) -> str:
     return escaped(redacted(text))
 
 
+LogForm = Literal["text", "json"]
+"""The form of the lines of a log: `run.log_format`."""
+
+_facts: dict[str, object] = {}
+
+
+def describe_process(**facts: object) -> None:
+    """Adds facts of this process to each line of its log in JSON: its run, role, incarnation, replica or rank, step.
+
+    A fact may be a function, which is called for each line. It must not raise an error. A fact that is None is left out
+    of the line.
+    """
+    _facts.update(facts)
+
+
 class LogFormatter(logging.Formatter):
     """Formats log records, with their tracebacks, and passes the text through `shown`."""
 
@@ -57,8 +76,41 @@ class LogFormatter(logging.Formatter):
         return shown(super().format(record))
 
 
-def log_to_stderr() -> None:
+class JsonLogFormatter(logging.Formatter):
+    """Formats each log record as one line of JSON, for a collector of logs. The keys are `time` (ISO 8601, UTC),
+    `level`, `logger`, `message`, `exception` with the traceback if there is one, `node`, `pid`, and the facts of
+    `describe_process`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._node = socket.gethostname()
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line: dict[str, object] = {
+            "time": time.replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            # a secret is replaced before the text is encoded, because JSON writes some characters of it otherwise
+            "message": redacted(record.getMessage()),
+            "node": self._node,
+            "pid": record.process,
+        }
+        if record.exc_info:
+            line["exception"] = redacted(self.formatException(record.exc_info))
+        for name, fact in _facts.items():
+            if (value := fact() if callable(fact) else fact) is not None:
+                line[name] = value
+        return json.dumps(line)  # writes all but printable ASCII as escapes, so nothing is left for `escaped`
+
+
+def log_formatter(form: LogForm) -> logging.Formatter:
+    """Returns the formatter of a log whose lines have this form."""
+    return JsonLogFormatter() if form == "json" else LogFormatter()
+
+
+def log_to_stderr(form: LogForm = "text") -> None:
     """Writes all log records of this process to stderr, which is a file in Ray's session folder for an actor."""
     handler = logging.StreamHandler()
-    handler.setFormatter(LogFormatter())
+    handler.setFormatter(log_formatter(form))
     logging.basicConfig(level=logging.INFO, handlers=[handler])

@@ -102,6 +102,14 @@ ROWS = {
             thresholds=[(None, HEALTHY), (1, DOUBTFUL)],
         ),
         number(
+            "Effective training time",
+            "Share of the wall time since the first start of the run in which its steps were trained (ETTR). The rest "
+            "went to starts, to steps that were trained again after a crash, and to the time without a learner.",
+            Query(now("asyncrl_run_effective_training_time_ratio", RUN), "of the time"),
+            unit="percentunit",
+            thresholds=[(None, HEALTHY)],
+        ),
+        number(
             "Generators",
             "Replicas that are registered at the buffer, by state.",
             Query(now("asyncrl_replicas", RUN, by="state"), "{{state}}"),

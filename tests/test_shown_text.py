@@ -2,11 +2,13 @@
 
 import json
 import logging
+import os
 import re
+import socket
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
@@ -17,9 +19,10 @@ from asyncrl.cli.preflight import checked_config
 from asyncrl.cli.start import reported_run, shown_run
 from asyncrl.cli.terminal import say
 from asyncrl.config.schema import Config, EnvironmentSection
+from asyncrl.deployment import launch
 from asyncrl.deployment.launch import log_to
 from asyncrl.environments.secrets import hide_secrets
-from asyncrl.shown_text import escaped, log_to_stderr
+from asyncrl.shown_text import describe_process, escaped, log_to_stderr
 from asyncrl.user_code import describe_error
 
 logger = logging.getLogger(__name__)
@@ -170,3 +173,67 @@ def test_every_log_and_every_line_of_a_command_goes_the_one_way_that_is_checked_
         "metrics/trackers.py: print(",  # in a docstring
         "deployment/model_evaluation.py: print(",  # in a docstring
     }
+
+
+@pytest.fixture
+def without_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has no facts for its log, and those of the test end with it."""
+    monkeypatch.setattr(shown_text, "_facts", {})
+
+
+@pytest.mark.usefixtures("without_facts")
+def test_each_line_of_a_json_log_is_an_object_with_utc_time_and_the_facts_of_the_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = [6]
+    describe_process(run="quick", role="learner", incarnation=2, rank=0, replica=None, step=lambda: trained[0])
+    record = logging.LogRecord("asyncrl.tried", logging.INFO, __file__, 1, "lost %s:\n%s", ("a", HOSTILE), None)
+    record.created = 1_796_025_600.25
+    line = json.loads(shown_text.JsonLogFormatter().format(record))
+    assert line == {
+        "time": "2026-11-30T08:00:00.250Z",
+        "level": "INFO",
+        "logger": "asyncrl.tried",
+        "message": f"lost a:\n{HOSTILE.replace(KEY, '<KEY>')}",
+        "node": socket.gethostname(),
+        "pid": os.getpid(),
+        "run": "quick",
+        "role": "learner",
+        "incarnation": 2,
+        "rank": 0,
+        "step": 6,
+    }
+    trained[0] += 1
+    with log_to(tmp_path / "up.log", form="json"):
+        logger.warning("it %s", "fails", exc_info=ValueError(HOSTILE))
+    for text in (tmp_path.joinpath("up.log").read_text(), capsys.readouterr().err):
+        assert_harmless(text)
+        (only,) = text.splitlines()
+        line = json.loads(only)
+        assert (line["level"], line["message"], line["step"]) == ("WARNING", "it fails", 7)
+        assert line["exception"].endswith(f"ValueError: {HOSTILE.replace(KEY, '<KEY>')}")
+
+
+@given(st.text())
+@example("\x7f\u2028")
+def test_any_message_is_one_line_of_json_and_comes_back(text: str) -> None:
+    record = logging.LogRecord("a", logging.INFO, __file__, 1, "%s", (text,), None)
+    line = shown_text.JsonLogFormatter().format(record)
+    assert not CONTROL.search(line)
+    assert "\n" not in line
+    assert json.loads(line)["message"] == shown_text.redacted(text)
+
+
+def test_a_log_continues_in_a_new_file_when_it_is_large_and_old_files_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "LOG_BYTES", 200)
+    monkeypatch.setattr(launch, "LOG_FILES", 2)
+    with log_to(tmp_path / "up.log"):
+        for number in range(20):
+            logger.info("line %d %s", number, "x" * 60)
+    files = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert sorted(files) == ["up.log", "up.log.1", "up.log.2"]
+    assert all(len(text) <= 200 for text in files.values())
+    assert "line 19" in files["up.log"]
+    assert "line 0 " not in "".join(files.values())

@@ -15,6 +15,7 @@ from asyncrl.cli.restarts import PREEMPTED, asked_to_end
 from asyncrl.cli.start import run_generators
 from asyncrl.common.roles import Role, RunState
 from asyncrl.deployment.launch import log_to, run_until_done
+from asyncrl.shown_text import describe_process
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ def generator(
         asked_to_end()
         signals.append(number)
 
-    with log_to(None):
+    describe_process(run=config.run.name, role="generator")
+    with log_to(None, form=config.run.log_format):
         run = partial(run_generators, config, address=ray_address(config, address), prompts=prompts)
         state = run_until_done(run, asked=asked)
         logger.info("generators ended")

@@ -8,6 +8,7 @@ import typer
 from asyncrl.cli.options import ConfigFiles, Overrides
 from asyncrl.cli.terminal import outlive_terminal, print_warnings, say
 from asyncrl.config.load import load_config
+from asyncrl.shown_text import describe_process
 
 
 def head(
@@ -37,7 +38,8 @@ def head(
 
     use_ray_token(own=True)
     print_warnings(check_no_head(config.run.dir / config.run.name, own_clusters()))
-    with log_to(None):
+    describe_process(run=config.run.name, role="head")
+    with log_to(None, form=config.run.log_format):
         from asyncrl.deployment.cluster import start_local
 
         async def main(stop: asyncio.Event) -> None:

@@ -62,7 +62,7 @@ from asyncrl.deployment.screen import Screen, StartLog
 from asyncrl.errors import ClusterUnreachable, LearnerNotRestored, RunError
 from asyncrl.learner.records import ForkPoint, Summary, known_info
 from asyncrl.metrics.states import monotonic_at_process_start
-from asyncrl.shown_text import shown
+from asyncrl.shown_text import describe_process, shown
 from asyncrl.views.console import ShownConsole
 from asyncrl.views.live import LiveDisplay
 from asyncrl.views.report import write_report
@@ -265,7 +265,8 @@ def reported_run(
     with contextlib.ExitStack() as after, creating as run_dir:
         # After the directory is closed, the report is written first, because it needs the end in run.json. Then the
         # mirror gets it. The log is closed last, because it gets the errors of both.
-        after.enter_context(log_to(run_dir.log_path(role, 0)))
+        describe_process(run=config.run.name, role=role, incarnation=run_dir.lineage.incarnation)
+        after.enter_context(log_to(run_dir.log_path(role, 0), form=config.run.log_format))
         after.enter_context(mirrored(config, run_dir))
         after.callback(_write_report, run_dir.path)
         restarts.mark_begun(run_dir.path)

@@ -140,6 +140,9 @@ class RunSection(Section):
     step."""
     shutdown_grace_s: PositiveFloat = 20.0
     """Seconds that a deployment may take to end cleanly after SIGTERM."""
+    log_format: Annotated[Literal["text", "json"], PER_DEPLOYMENT] = "text"
+    """Form of the lines of logs. `json`: each line is a JSON object with the time in UTC, level, logger, message, run,
+    role and node, and, if they are known, incarnation, replica or rank, and step: for collectors of logs."""
     max_restarts: Annotated[NonNegativeInt, PER_DEPLOYMENT] = 3
     """Number of times within an hour that `asyncrl up` or `asyncrl learner` starts again by itself after a process of
     the run has died. Each restart resumes the run from its newest checkpoint. 0 turns restarts off."""

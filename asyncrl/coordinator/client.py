@@ -18,7 +18,7 @@ from asyncrl.coordinator.registry import Registry
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.calls import finished, patiently
 from asyncrl.data_plane.rows import PREFIX_PARTITION, Rows
-from asyncrl.shown_text import log_to_stderr
+from asyncrl.shown_text import describe_process, log_to_stderr
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
@@ -98,9 +98,15 @@ class CoordinatorActor:
     """The Ray actor that runs the coordinator. Other processes call it through `CoordinatorClient`."""
 
     def __init__(self, config: Config, tasks: Sequence[Task]) -> None:
-        log_to_stderr()
+        log_to_stderr(config.run.log_format)
         prefixes = Rows(config, partition=PREFIX_PARTITION) if config.generator.persist_every_tokens else None
         self._coordinator = Coordinator(config=config, tasks=tasks, rows=Rows(config), prefixes=prefixes)
+        describe_process(
+            run=config.run.name,
+            role="coordinator",
+            incarnation=lambda: self._coordinator.buffer.version.incarnation,
+            step=lambda: self._coordinator.buffer.version.step,
+        )
 
     async def perform(self, call: Call) -> Any:
         """Performs a call that a `CoordinatorClient` has sent, and returns the answer."""

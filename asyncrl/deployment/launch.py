@@ -20,13 +20,14 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, TypeVar
 
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.shown_text import LogFormatter
+from asyncrl.shown_text import LogForm, log_formatter
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,10 @@ SAME_SIGNAL_S = 1.0
 process of a command, and the command's parent passes the signal on to a child that has received it already."""
 AT_ONCE_S = 2.0
 """Time that a second signal leaves for the last actions before the process exits, seconds."""
+LOG_BYTES = 64 * 2**20
+"""Size at which the log of a process continues in a new file, bytes."""
+LOG_FILES = 4
+"""Number of earlier files of a log that are kept."""
 _WAKE_EVERY_S = 0.5
 """Longest wait of the main thread, seconds. A signal that arrives right before a wait does not interrupt it: Python
 calls the handler after the wait."""
@@ -55,19 +60,25 @@ class _Stderr(logging.Handler):
 
 
 @contextlib.contextmanager
-def log_to(path: Path | None) -> Iterator[None]:
+def log_to(path: Path | None, *, form: LogForm = "text") -> Iterator[None]:
     """Writes all log records of the block to `path`, and warnings also to stderr. Without a path, all go to stderr.
+
+    A file of `LOG_BYTES` is renamed to `.1`, an older one to `.2`, and so on. `LOG_FILES` of them are kept.
 
     An error that leaves the block is written to `path` with its traceback. The command prints it on stderr.
     """
     handlers: list[logging.Handler] = [_Stderr()]
     if path is not None:
         handlers[0].setLevel(logging.WARNING)
-        handlers.append(logging.FileHandler(path))
+        handlers.append(
+            RotatingFileHandler(
+                path, maxBytes=LOG_BYTES, backupCount=LOG_FILES, encoding="utf-8", errors="backslashreplace"
+            )
+        )
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     for handler in handlers:
-        handler.setFormatter(LogFormatter())
+        handler.setFormatter(log_formatter(form))
         root.addHandler(handler)
     try:
         yield

@@ -43,7 +43,7 @@ from asyncrl.metrics.discovery import Target, ray_targets, target_groups, target
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import StateClock
-from asyncrl.shown_text import redacted
+from asyncrl.shown_text import describe_process, redacted
 from asyncrl.views.setting import usable_cores
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ class LearnerDeployment:
         self._states = StateClock(states=LEARNER_STATES, initial="starting", started_s=screen.started_s)
         self._metrics = self._described_metrics()
         self._log = LearnerLog(config, run_dir)
+        describe_process(step=lambda: self._log.trained_steps)
         self._tracked = TrackedRecords(config, run_dir, before=self._log.before)
         self._targets = Targets(run=config.run.name, path=run_dir.targets_path, ray_nodes=cluster.nodes)
         self._display = LearnerDisplay(

@@ -3,6 +3,7 @@
 The others are the run's directory (`RunDir`) and the callbacks of `asyncrl.run` (`Screen.records`).
 """
 
+import time
 from collections.abc import Callable, Sequence
 
 from asyncrl.config.load import flat_config
@@ -21,6 +22,7 @@ from asyncrl.learner.records import (
     build_summary,
     read_lines,
 )
+from asyncrl.learner.training_time import TrainingTime, training_time
 from asyncrl.metrics.trackers import Going, Trackers
 from asyncrl.views.run_view import run_view
 from asyncrl.views.setting import setting_at
@@ -38,6 +40,7 @@ class LearnerLog(RecordSink):
         self._staleness_limit = config.staleness.max_versions
         self._keep_best, self._best_eval = config.checkpoint.keep_best, config.checkpoint.best_eval
         self._restarts = len(run_dir.restarts)
+        self._wall_s = run_dir.wall_s
         resumed = run_dir.resumed is not None
         self.steps = read_lines(run_dir.path / "steps.jsonl", StepRecord) if resumed else []
         self._lost = read_lines(run_dir.path / LOST_STEPS, StepRecord) if resumed else []
@@ -54,6 +57,14 @@ class LearnerLog(RecordSink):
     @property
     def trained_steps(self) -> int:
         return self.steps[-1].version_after if self.steps else 0
+
+    def wall_s(self) -> float:
+        """Returns the time since the first start of the run, seconds."""
+        return self._wall_s(time.time())
+
+    def training(self) -> TrainingTime:
+        """Returns the wall time of the run until now, and its parts."""
+        return training_time(self.steps, lost=self._lost, wall_s=self.wall_s())
 
     def best_steps(self, steps: Sequence[int], *, running: Callable[[], int | None]) -> set[int]:
         """Returns the steps among `steps` whose checkpoints have the best evaluations, `checkpoint.keep_best` of them,
@@ -77,6 +88,7 @@ class LearnerLog(RecordSink):
             restarts=self._restarts,
             lost=self._lost,
             notes=view.notes,
+            effective_training_time_ratio=self.training().ratio,
         )
 
 

@@ -259,6 +259,10 @@ class RunDir(RecordSink):
     def nonce(self) -> str:
         return self._info.nonce
 
+    def wall_s(self, now_unix_s: float) -> float:
+        """Returns the seconds from the first start of the run until `now_unix_s`."""
+        return self._info.wall_s(now_unix_s)
+
     @property
     def forked_from(self) -> ForkPoint | None:
         """The checkpoint of another run with whose weights this run began; None if there is none."""

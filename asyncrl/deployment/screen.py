@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from asyncrl.common.roles import TRAINING
@@ -102,8 +102,17 @@ class LearnerDisplay:
         self._update()
         self.metrics.health(note.concern for note in self._run.notes)
         self.screen.show(
-            LiveView(config=self.config, phase=self.phase(), elapsed_s=self.screen.elapsed_s, run=self._run)
+            LiveView(config=self.config, phase=self.phase(), elapsed_s=self.screen.elapsed_s, run=self._until_now())
         )
+
+    def _until_now(self) -> RunView:
+        """Returns the view with the wall time until now, which it also shows in the metrics: the share that trains
+        must fall while no step ends."""
+        if (training := self._run.training) is None:
+            return self._run
+        training = replace(training, wall_s=self.log.wall_s())
+        self.metrics.effective_training_time(training.ratio)
+        return replace(self._run, training=training)
 
     def _update(self) -> None:
         """Makes the view again if something is new: it reads all records, on the event loop that trains."""
@@ -111,7 +120,9 @@ class LearnerDisplay:
         seen = (len(steps), len(evals), cores, tuple(failures.items()), self.hidden_tags)
         if seen != self._seen:
             setting = setting_of(self.config, cores=cores, hidden_tags=self.hidden_tags)
-            self._run = run_view(steps, recent=True, evals=evals, setting=setting, failures=failures)
+            self._run = run_view(
+                steps, recent=True, evals=evals, setting=setting, failures=failures, training=self.log.training()
+            )
             self._seen = seen
 
     async def run(self) -> None:

@@ -24,7 +24,7 @@ from asyncrl.gateway.calls import MAX_BODY_BYTES
 from asyncrl.gateway.conversations import SessionSettings
 from asyncrl.gateway.gateway import Answered, Asked, EndedSession, Gateway, Sample
 from asyncrl.gateway.rendering import Renderer
-from asyncrl.shown_text import log_to_stderr
+from asyncrl.shown_text import describe_process, log_to_stderr
 
 # The connections of a gateway's clients, with bounds for their number, for the bytes of a request, and for its time.
 #
@@ -219,7 +219,8 @@ class GatewayActor(GatewayServer):
     """Body of the Ray actor that runs a gateway. `replica` is the actor name of the replica whose engine answers."""
 
     def __init__(self, *, config: Config, model_path: str, replica: str) -> None:
-        log_to_stderr()
+        log_to_stderr(config.run.log_format)
+        describe_process(run=config.run.name, role="gateway", replica=replica)
         self._replica = ray.get_actor(replica, namespace=config.run.name)
         tokenizer = load_tokenizer(model_path, chat=config.data.chat, chat_options=config.data.chat_options)
         renderer = Renderer(tokenizer, control_tokens=config.data.control_tokens)

@@ -38,7 +38,7 @@ from asyncrl.generation.weight_updates import WeightUpdates
 from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import monotonic_at_process_start
-from asyncrl.shown_text import log_to_stderr
+from asyncrl.shown_text import describe_process, log_to_stderr
 from asyncrl.weights.store import WeightClient
 from asyncrl.weights.transports.of_config import transport_of
 
@@ -56,7 +56,7 @@ class GeneratorActor:
     def __init__(self, *, config: Config, name: str, deployment: str) -> None:
         prepare_environment(config)
         preload()  # importing vLLM is the slow part of a start; meanwhile the learner may still prepare the model
-        log_to_stderr()
+        log_to_stderr(config.run.log_format)
         self._config = config
         self._name = name
         self._deployment = deployment
@@ -65,6 +65,18 @@ class GeneratorActor:
         self._updates: WeightUpdates | None = None
         self._agents: AgentRollouts | None = None
         self._evaluate: Callable[..., Awaitable[list[Answer]]]
+        describe_process(
+            run=config.run.name,
+            role="generator",
+            replica=name,
+            incarnation=lambda: None if (loaded := self._loaded) is None else loaded.incarnation,
+            step=lambda: None if (loaded := self._loaded) is None else loaded.step,
+        )
+
+    @property
+    def _loaded(self) -> Version | None:
+        """The version of the engine's weights; None before the first ones."""
+        return None if self._updates is None else self._updates.version
 
     async def start(self, model_path: str, *, secrets: Secrets, reward_log: Path) -> EngineProcesses:
         """Starts the engine, compares the tokenizer with the run's, and connects to the run's actors.

@@ -141,13 +141,18 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     exit_reason: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a time that is not in ISO 8601, or for a pid that no process can have. msgspec turns it
-        into a ValidationError when it decodes the file."""
+        """Raises ValueError for a time that is not in ISO 8601 or has no Unix time, or for a pid that no process can
+        have. msgspec turns it into a ValidationError when it decodes the file."""
         for time in (self.started, self.finished, *(each.at for each in self.resumed)):
             if time is not None:
-                datetime.fromisoformat(time)
+                datetime.fromisoformat(time).timestamp()  # raises ValueError for the year 1
         if not 0 < self.pid < 2**31:
             raise ValueError(f"pid {self.pid} is not the number of a process")
+
+    def wall_s(self, now_unix_s: float) -> float:
+        """Returns the seconds from the first start of the run until its end; until `now_unix_s` if it has not ended."""
+        end_s = now_unix_s if self.finished is None else datetime.fromisoformat(self.finished).timestamp()
+        return max(0.0, end_s - datetime.fromisoformat(self.started).timestamp())
 
 
 LOST_STEPS = "lost-steps.jsonl"
@@ -492,7 +497,9 @@ class Summary(RunTotals, frozen=True, kw_only=True):
     steps with an effective sample size. `heldout_sets` has the results of the evaluations for each named held-out set
     (`eval.sets`). `witnessed_steps` is the number of steps of which the witness computed a group a second time, and
     `witness_failures` the number of steps, also of other ones, in which it found a larger difference than is accepted.
-    `notes` are the health notes at the end of the run.
+    `notes` are the health notes at the end of the run. `effective_training_time_ratio` is the share of the wall time
+    since the first start in which the steps were trained (`asyncrl.learner.training_time`); None if an earlier version
+    wrote the summary.
     """
 
     steps: int
@@ -521,6 +528,7 @@ class Summary(RunTotals, frozen=True, kw_only=True):
     heldout_first_step: int | None = None
     heldout_last_step: int | None = None
     heldout_numbers: dict[str, float] = {}
+    effective_training_time_ratio: float | None = None
 
     def heldout_ends(self) -> dict[str, HeldoutEnds]:
         """Returns the first and the last evaluation of each held-out set by name, with the set of every run first."""
@@ -727,6 +735,7 @@ def build_summary(
     restarts: int = 0,
     lost: Sequence[StepRecord] = (),
     notes: Sequence[Note] = (),
+    effective_training_time_ratio: float | None = None,
 ) -> Summary:
     """Returns the summary of a run that was resumed `restarts` times and has `lost` the records of `LOST_STEPS`.
     `notes` are its health notes. Raises RunError when no step was trained."""
@@ -769,6 +778,7 @@ def build_summary(
         witnessed_steps=sum("witness_s" in record.diagnostics for record in steps),
         witness_failures=sum((record.witness_ratio or 0.0) > 1 for record in steps),
         notes=tuple(notes),
+        effective_training_time_ratio=effective_training_time_ratio,
     )
 
 

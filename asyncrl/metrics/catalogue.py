@@ -174,6 +174,13 @@ class Run:
         {"nonce": None},
     )
     run_restarts = GaugeMetric(LEARNER, "asyncrl_run_restarts", "How often the run was resumed since its first start.")
+    run_effective_training_time_ratio = GaugeMetric(
+        LEARNER,
+        "asyncrl_run_effective_training_time_ratio",
+        "Effective training time ratio (ETTR): the share of the wall time since the first start of the run in which "
+        "its steps were trained. Starts, steps that were trained again after a crash, and the time without a learner "
+        "are not in this share.",
+    )
     run_resumed_timestamp_seconds = GaugeMetric(
         LEARNER,
         "asyncrl_run_resumed_timestamp_seconds",

@@ -383,6 +383,10 @@ class LearnerMetrics(ProcessMetrics):
         """Records the mean reward of an evaluation on the held-out set `name`."""
         self._instruments.set(catalogue.Learner.learner_heldout_reward_mean, reward_mean, set=name)
 
+    def effective_training_time(self, ratio: float) -> None:
+        """Records the share of the run's wall time in which its steps were trained."""
+        self._instruments.set(catalogue.Run.run_effective_training_time_ratio, ratio)
+
     def health(self, notes: Iterable[Concern]) -> None:
         """Records the health notes that the run has now."""
         shown = set(notes)

@@ -19,6 +19,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import REFUSALS
+from asyncrl.shown_text import describe_process, log_to_stderr
 
 with uncollected():  # these import torch and transformers
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -57,6 +58,9 @@ class RankActor:
         self._store: TCPStore | None = None
         self._worker: RankWorker[Any] | None = None
         self._rows: FetchedRows | None = None
+        self._step: int | None = None
+        log_to_stderr(config.run.log_format)
+        describe_process(run=config.run.name, role=worker.section, rank=rank, step=lambda: self._step)
 
     def __repr__(self) -> str:
         """Ray puts this name before the lines of the rank's log. It also asks for it before `__init__` is called."""
@@ -115,6 +119,7 @@ class RankActor:
         result to their names on the data plane. A refusal (`REFUSALS`) is returned, not raised.
         """
         try:
+            self._step = options.get("step", self._step)
             args = self._opened(shared)
             if not isinstance(rows, KVBatchMeta):
                 return function(self._ready(), rows, *args, **options)

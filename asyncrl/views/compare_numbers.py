@@ -44,6 +44,7 @@ def totals_of(runs: Sequence[Compared]) -> list[Total]:
         ),
         Total("trained samples per second", lambda total: total.samples_per_s),
         Total("seconds", lambda total: total.wall_s),
+        Total("effective training time, share of the wall time", lambda total: total.effective_training_time_ratio),
         Total("trained tokens", lambda total: total.trained_tokens, tested=False),
         Total("effective sample size, mean", lambda total: total.ess_ratio_mean),
     ]
@@ -160,8 +161,8 @@ def totals(runs: Sequence[Compared]) -> list[Row]:
     def row(name: str, text: Callable[[Summary], str]) -> Row:
         return Row(name, [text(run.summary) for run in runs])
 
-    def optional(value: float | None) -> str:
-        return UNKNOWN if value is None else number(value)
+    def optional(value: float | None, *, text: Callable[[float], str] = number) -> str:
+        return UNKNOWN if value is None else text(value)
 
     rows = [
         Row("settings", [", ".join(run.seed) or UNKNOWN for run in runs]),
@@ -176,6 +177,9 @@ def totals(runs: Sequence[Compared]) -> list[Row]:
             for name, of in _heldout_numbers(runs)
         ),
         row("trained samples per second", lambda total: number(total.samples_per_s)),
+        row(
+            "effective training time", lambda total: optional(total.effective_training_time_ratio, text="{:.0%}".format)
+        ),
         row("trained tokens", lambda total: number(total.trained_tokens)),
         row("oldest trained token, versions", lambda total: f"{total.max_token_staleness} of {total.staleness_limit}"),
         row("effective sample size, mean", lambda total: optional(total.ess_ratio_mean)),

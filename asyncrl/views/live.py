@@ -189,7 +189,10 @@ def _samples(run: RunView) -> str:
 
 def _speed(run: RunView) -> str:
     speeds = (("samples/s", run.samples_per_s), ("tokens/s", run.tokens_per_s))
-    return ", ".join(f"{number(value)} {unit}" for unit, value in speeds if value is not None)
+    parts = [f"{number(value)} {unit}" for unit, value in speeds if value is not None]
+    if run.training is not None:
+        parts.append(f"effective training time {run.training.ratio:.0%}")
+    return ", ".join(parts)
 
 
 def _buffer(groups: Mapping[str, int], capacity: int) -> str:

@@ -31,6 +31,11 @@ def totals_lines(summary: Summary, *, total_steps: int) -> Iterator[str]:
         f"{summary.steps} steps in {summary.wall_s:.0f} s, oldest trained token {age} version{'s' * (age != 1)} old "
         f"(limit {summary.staleness_limit}), {dropped_in_words(summary)}"
     )
+    if summary.effective_training_time_ratio is not None:
+        yield (
+            f"effective training time: {summary.effective_training_time_ratio:.0%} of the time since the first start "
+            "of the run"
+        )
     if summary.witness_failures:
         yield (
             "NOT verified: the witness found that updates are not those that the configuration describes (steps: "

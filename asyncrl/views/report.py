@@ -11,6 +11,7 @@ text.
 """
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,6 +36,7 @@ from asyncrl.learner.records import (
     read_config,
     read_lines,
 )
+from asyncrl.learner.training_time import training_time
 from asyncrl.run_files import UNREADABLE, read
 from asyncrl.views.headline import Headline, headline
 from asyncrl.views.page_templates import TEMPLATES
@@ -48,14 +50,15 @@ from asyncrl.views.setting import Setting, setting_at
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecords:
-    """The records of a run. `lost` has the records of steps that were lost when the run was resumed from an earlier
-    checkpoint. `samples` has the samples of a few steps, by step, and `steps_with_samples` is the number of steps whose
-    samples are recorded."""
+    """The records of a run. `wall_s` is the time since its first start, until its end or until they were read. `lost`
+    has the records of steps that were lost when the run was resumed from an earlier checkpoint. `samples` has the
+    samples of a few steps, by step, and `steps_with_samples` is the number of steps whose samples are recorded."""
 
     info: RunInfo
     config: Config
     config_text: str
     setting: Setting
+    wall_s: float
     steps: Sequence[StepRecord]
     lost: Sequence[StepRecord]
     evals: Sequence[EvalRecord]
@@ -68,7 +71,10 @@ class RunRecords:
     def view(self) -> RunView:
         """The view of the whole run, with its health notes."""
         failures = groups_by_reason(self.failures)
-        return run_view(self.steps, recent=False, evals=self.evals, setting=self.setting, failures=failures)
+        training = training_time(self.steps, lost=self.lost, wall_s=self.wall_s)
+        return run_view(
+            self.steps, recent=False, evals=self.evals, setting=self.setting, failures=failures, training=training
+        )
 
     @property
     def headline(self) -> Headline | None:
@@ -78,8 +84,12 @@ class RunRecords:
     @property
     def totals(self) -> Summary | None:
         """The summary. For a run that is still running or has failed, it is computed from the records so far. None
-        without a trained step."""
-        return self.summary or _summary_so_far(self)
+        without a trained step. Its effective training time ratio is that of `view` in both cases: the run writes its
+        summary some seconds before it has ended."""
+        found = self.summary or _summary_so_far(self)
+        if found is None or self.view.training is None:
+            return found
+        return msgspec.structs.replace(found, effective_training_time_ratio=self.view.training.ratio)
 
 
 def read_run(path: Path, *, info: RunInfo | None = None) -> RunRecords:
@@ -106,8 +116,10 @@ def read_run(path: Path, *, info: RunInfo | None = None) -> RunRecords:
             "make the report with the version that ran it"
         ) from error
     samples, steps_with_samples = some_samples(path)
+    info = info or written
     return RunRecords(
-        info=info or written,
+        info=info,
+        wall_s=info.wall_s(time.time()),
         config=read_config(path),
         config_text=read(path / "config.yaml").decode(),
         setting=setting_at(path),

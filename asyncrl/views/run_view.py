@@ -22,6 +22,7 @@ from asyncrl.learner.records import (
     shares_of,
     state_shares,
 )
+from asyncrl.learner.training_time import TrainingTime
 from asyncrl.metrics.numbers import AGENT_NUMBERS
 from asyncrl.views.evidence import RECENT_STEPS, evidence_of
 from asyncrl.views.health import notes_of
@@ -61,6 +62,7 @@ class RunView:
       `oldest_token_versions` is the largest staleness of a token in the last trained step.
     - Of all steps: their numbers, their mean and lowest effective sample size, `rewards` (the mean rewards, oldest
       first; of many steps, some of them) and `evals` (all held-out evaluations).
+    - `training` is the wall time of the run since its first start, with the share of it that trained the run.
     - `notes` are the health notes, the most urgent first (`asyncrl.views.health`).
 
     `groups` maps fates to numbers of groups, `buffer_groups` the states of the buffer's slots. `failures` is the number
@@ -101,6 +103,7 @@ class RunView:
     learner_shares: Mapping[str, float] | None = None
     generator_shares: Mapping[str, float] | None = None
     room: bool | None = None
+    training: TrainingTime | None = None
 
     @property
     def heldout(self) -> dict[str, list[HeldoutReward]]:
@@ -121,15 +124,17 @@ def run_view(
     setting: Setting | None = None,
     failures: Mapping[str, int] | None = None,
     status: RunStatus | None = None,
+    training: TrainingTime | None = None,
 ) -> RunView:
     """Returns the view of the run with these records. It covers the last `RECENT_STEPS` steps if `recent`, else all.
 
-    `failures` is the number of failed groups by reason. With the buffer's `status`, the failures, the groups by fate
-    and in the buffer, the versions and the time without progress come from it; and, unless `recent`, the shares of
-    time, because the buffer knows them also before the first step and after the last one.
+    `failures` is the number of failed groups by reason, and `training` the wall time of the run. With the buffer's
+    `status`, the failures, the groups by fate and in the buffer, the versions and the time without progress come from
+    it; and, unless `recent`, the shares of time, because the buffer knows them also before the first step and after the
+    last one.
     """
     known = setting or Setting()
-    view = RunView(evals=evals, failures=failures or {}, room=known.room)
+    view = RunView(evals=evals, failures=failures or {}, room=known.room, training=training)
     if steps:
         view = _with_last_steps(view, steps, known.total_steps)
         view = _with_all_steps(view, steps)

@@ -12,7 +12,7 @@ from asyncrl.coordinator.status import RunStatus
 from asyncrl.learner.records import heldout_ends, in_words, shares_of
 from asyncrl.views.headline import bottleneck_of, headline
 from asyncrl.views.health_finds import failed_share
-from asyncrl.views.quantities import held_out, held_out_numbers
+from asyncrl.views.quantities import duration, held_out, held_out_numbers
 from asyncrl.views.run_view import RunView
 
 
@@ -49,6 +49,7 @@ def status_lines(status: RunStatus, run: RunView, *, now: datetime) -> list[str]
         lines.append(
             f"effective sample size of the steps: mean {run.ess_ratio_mean:.3f}, lowest {run.ess_ratio_lowest:.3f}"
         )
+    lines += _training_time(run)
     lines += _heldout(run)
     lines += [
         f"deployment {deployment.id}: pid {deployment.pid} on {deployment.host}" for deployment in status.deployments
@@ -77,8 +78,9 @@ def status_json(status: RunStatus, run: RunView, *, now: datetime) -> bytes:
     """Returns the buffer's status as JSON. `run` is the view of the run since its start.
 
     The key `as_of` has the time of the status, ISO 8601. The key `since_start` has the shares of time by state since
-    the start, without the time in which the processes started; the bottleneck, the headline, the health notes, and the
-    mean and the lowest effective sample size of the steps. Null means not known. The key `heldout` has the rewards of
+    the start, without the time in which the processes started; the bottleneck, the headline, the health notes, the
+    mean and the lowest effective sample size of the steps, and the `training_time` with its parts in seconds and the
+    effective training time ratio. Null means not known. The key `heldout` has the rewards of
     the first and the last evaluation of each held-out set, with their steps, and the other numbers of the last one.
     """
     since_start = {
@@ -89,6 +91,8 @@ def status_json(status: RunStatus, run: RunView, *, now: datetime) -> bytes:
         "notes": run.notes,
         "ess_ratio_mean": run.ess_ratio_mean,
         "ess_ratio_lowest": run.ess_ratio_lowest,
+        "training_time": run.training,
+        "effective_training_time_ratio": None if run.training is None else run.training.ratio,
     }
     known = {"as_of": now, "since_start": since_start, "heldout": heldout_ends(run.evals)}
     return msgspec.json.encode(msgspec.to_builtins(status) | known)
@@ -101,6 +105,17 @@ def _spent(report: ReplicaReport) -> str:
         return "starting"
     ordered = sorted(shares.items(), key=lambda item: -item[1])
     return "since the start: " + ", ".join(f"{state} {share:.0%}" for state, share in ordered if share >= 0.005)
+
+
+def _training_time(run: RunView) -> Iterator[str]:
+    """Yields a line with the effective training time ratio, and where the rest of the wall time went, if the run has
+    trained a step."""
+    if run.steps_trained and (spent := run.training) is not None:
+        yield (
+            f"effective training time: {spent.ratio:.0%} of {duration(spent.wall_s)} since the first start; "
+            f"{duration(spent.starting_s)} starts, {duration(spent.again_s)} steps that were trained again, "
+            f"{duration(spent.other_s)} other"
+        )
 
 
 def _heldout(run: RunView) -> Iterator[str]:

@@ -8,7 +8,18 @@ from pathlib import Path
 from asyncrl.common.roles import Role, RunState
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import RunEnded, RunError
-from asyncrl.learner.records import EvalRecord, GrowingLines, RunInfo, StepRecord, read_config, read_info, read_lines
+from asyncrl.learner.records import (
+    LOST_STEPS,
+    EvalRecord,
+    GrowingLines,
+    RunInfo,
+    StepRecord,
+    known_info,
+    read_config,
+    read_info,
+    read_lines,
+)
+from asyncrl.learner.training_time import training_time
 from asyncrl.views.live import LiveView
 from asyncrl.views.run_view import RunView, run_view
 from asyncrl.views.setting import setting_at
@@ -33,9 +44,10 @@ def watch(
     started_s = datetime.fromisoformat(info.started).timestamp()
     steps = GrowingLines(run_dir / "steps.jsonl", StepRecord)
     evals = GrowingLines(run_dir / "evals.jsonl", EvalRecord)
+    lost = GrowingLines(run_dir / LOST_STEPS, StepRecord)
     last: RunStatus | None = None
     while True:
-        if read_info(run_dir).nonce != info.nonce:
+        if (present := read_info(run_dir)).nonce != info.nonce:
             raise RunEnded(f"run {info.name} has ended, and another run of this name has started")
         status = ask()
         if status is not None and not _is_of(status, info):
@@ -52,23 +64,32 @@ def watch(
             config=config,
             phase=presence(status) if status is not None else ENDING if ends else absence(),
             elapsed_s=max(0.0, time.time() - started_s),
-            run=run_view(records, recent=True, evals=evals.read(), setting=setting, status=status),
+            run=run_view(
+                records,
+                recent=True,
+                evals=evals.read(),
+                setting=setting,
+                status=status,
+                training=training_time(records, lost=lost.read(), wall_s=present.wall_s(time.time())),
+            ),
         )
 
 
 def view_since_start(run_dir: Path, status: RunStatus) -> RunView:
     """Returns the view of the run with this status since its start. It has no records if the run's directory is not
     here, or is that of another run."""
-    try:
-        here = _is_of(status, read_info(run_dir))
-    except RunError:
-        here = False
+    info = known_info(run_dir)
+    if info is None or not _is_of(status, info):
+        return run_view([], recent=False, setting=setting_at(run_dir), status=status)
+    steps = read_lines(run_dir / "steps.jsonl", StepRecord)
+    lost = read_lines(run_dir / LOST_STEPS, StepRecord)
     return run_view(
-        read_lines(run_dir / "steps.jsonl", StepRecord) if here else [],
+        steps,
         recent=False,
-        evals=read_lines(run_dir / "evals.jsonl", EvalRecord) if here else [],
+        evals=read_lines(run_dir / "evals.jsonl", EvalRecord),
         setting=setting_at(run_dir),
         status=status,
+        training=training_time(steps, lost=lost, wall_s=info.wall_s(time.time())),
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 from asyncrl.config.schema import Config
 from asyncrl.deployment import screen as screen_module
 from asyncrl.deployment.screen import LearnerDisplay, Screen
+from asyncrl.learner.training_time import TrainingTime
 from asyncrl.views.live import LiveView
 from asyncrl.views.run_view import RunView
 
@@ -17,17 +18,21 @@ def test_the_view_is_made_again_only_for_new_records_failures_or_cores(monkeypat
 
     def run_view(steps: list[object], **facts: Any) -> RunView:
         made.append(facts)
-        return RunView(step=len(steps), failures=dict(facts["failures"]))
+        return RunView(step=len(steps), failures=dict(facts["failures"]), training=facts["training"])
 
     monkeypatch.setattr(screen_module, "run_view", run_view)
-    log, failures, cores = SimpleNamespace(steps=[], evals=[]), {"reward_raised": 1}, [4]
+    now_s = [100.0]
+    log = SimpleNamespace(
+        steps=[], evals=[], training=lambda: TrainingTime(wall_s=now_s[0], trained_s=50.0), wall_s=lambda: now_s[0]
+    )
+    failures, cores, gauge = {"reward_raised": 1}, [4], list[float]()
     shown: list[LiveView] = []
     display = LearnerDisplay(
         config=Config(),
         screen=Screen(show=shown.append, report=print, started_s=0.0),
         log=log,  # type: ignore[arg-type]
         cores=lambda: cores[0],
-        metrics=SimpleNamespace(health=list),  # type: ignore[arg-type]
+        metrics=SimpleNamespace(health=list, effective_training_time=gauge.append),  # type: ignore[arg-type]
         failures=lambda: failures,
     )
     display.show()
@@ -47,3 +52,7 @@ def test_the_view_is_made_again_only_for_new_records_failures_or_cores(monkeypat
         assert len(made) == number
     assert (shown[-1].run.step, shown[-1].run.failures) == (1, {"reward_raised": 2})
     assert made[-1]["setting"].hidden_tags == ("<think>",)
+    now_s[0] = 200.0
+    display.show()
+    assert (len(made), gauge[-2:]) == (6, [0.5, 0.25]), "the share of time that trains falls while no step ends"
+    assert shown[-1].run.training == TrainingTime(wall_s=200.0, trained_s=50.0)

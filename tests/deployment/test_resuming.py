@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,18 @@ def saved_often(folder: Path, *, state: str = "stopped") -> RunDir:
             run.stopped()
     assert info_of(run)["state"] == state
     return run
+
+
+def test_a_resumed_run_counts_the_time_of_its_steps_once_and_since_its_first_start(tmp_path: Path) -> None:
+    saved_often(tmp_path)
+    run_json = tmp_path / "quick" / "run.json"
+    an_hour_ago = datetime.now(UTC) - timedelta(hours=1)
+    run_json.write_text(json.dumps(json.loads(run_json.read_text()) | {"started": an_hour_ago.isoformat()}))
+    with RunDir.create(config_in(tmp_path), choose=partial(chosen_checkpoint, step=4)) as again:
+        spent = LearnerLog(config_in(tmp_path), again).training()
+    # the steps end a second after each other, and 0.9 s after their lease
+    assert (spent.trained_s, spent.again_s) == pytest.approx((0.9 + 3, 0.9 + 1))
+    assert spent.wall_s >= 3600.0
 
 
 def test_a_resumed_run_knows_the_evaluations_before(tmp_path: Path) -> None:

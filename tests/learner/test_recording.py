@@ -71,6 +71,7 @@ NOT_OF_A_STEP = {
     "mirror_last_success_timestamp_seconds",
     *("heartbeat_timestamp_seconds", "deadline_seconds"),
     *("run_incarnation", "run_restarts", "run_resumed_timestamp_seconds"),
+    "run_effective_training_time_ratio",  # twice a second, so that it falls while no step ends
 }
 """Gauges of the learner that are not set at the end of a trained step."""
 

@@ -64,6 +64,7 @@ def learner() -> LearnerMetrics:
     metrics.rows_outstanding(3)
     metrics.heldout("heldout", 0.41)
     metrics.health([Concern.CUT])
+    metrics.effective_training_time(0.9)
     metrics.checkpoint_saved(step=10, duration_s=4.0, unix_time_s=1.7e9)
     metrics.checkpoint_staged(0.5)
     metrics.checkpoint_missed(outcome="postponed")

@@ -75,6 +75,7 @@ def rank_of(
 ) -> Iterator[RankActor]:
     """Yields the only rank of a model, with the worker that `worker` makes and this access to named rows."""
     kind: Any = worker
+    kind.section = getattr(worker, "section", "learner")
     actor = RankActor(worker=kind, rank=0, world_size=1, config=config or Config(), rows=lambda *_: rows)
     with patch.dict(os.environ):
         port = actor.open_rendezvous(LOOPBACK)

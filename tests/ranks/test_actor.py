@@ -1,5 +1,7 @@
 """A rank that gets the names of its rows: it fetches them, runs the worker's method, and writes the columns back."""
 
+import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks.actor import LOOPBACK, RankActor, socket_interfaces
+from asyncrl.shown_text import JsonLogFormatter
 
 NAMED = KVBatchMeta("train", None, ["a"])
 NONE = KVBatchMeta("train", None, [])
@@ -25,7 +28,9 @@ WRITES = {"logprobs": "prev_logprobs"}
 class Worker:
     """Returns one column, which has the values of the rows. Records the arguments of its calls."""
 
-    def __init__(self) -> None:
+    section = "learner"
+
+    def __init__(self, **_: Any) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
     def score(self, rows: BatchedDataDict, *args: Any, **options: Any) -> BatchedDataDict:
@@ -98,6 +103,18 @@ def test_rows_in_hand_are_passed_on_with_the_objects_that_the_ranks_share(
     assert not rows.fetched
 
 
+def test_a_line_of_a_json_log_has_the_rank_and_the_step_that_it_trains(rank: tuple[RankActor, Worker, Rows]) -> None:
+    def facts() -> tuple[object, ...]:
+        record = logging.LogRecord("asyncrl", logging.INFO, __file__, 1, "slow", (), None)
+        line = json.loads(JsonLogFormatter().format(record))
+        return line["run"], line["role"], line["rank"], line.get("step")
+
+    assert facts() == ("quickstart", "learner", 0, None)
+    for step in (5, None):
+        rank[0].call_with_rows(Worker.score, NONE, {}, **({} if step is None else {"step": step}))
+        assert facts() == ("quickstart", "learner", 0, 5), "the last step, also in calls that are of no step"
+
+
 def test_ray_names_the_rank_in_its_log() -> None:
     assert repr(RankActor(worker=PolicyWorker, rank=0, world_size=1, config=Config())) == "learner rank 0"
     assert repr(RankActor.__new__(RankActor)) == "RankActor", "Ray asks before __init__ is called"
@@ -112,7 +129,7 @@ def test_a_rank_connects_through_the_interface_of_its_node_unless_the_user_has_s
     """The host's name may lead to 127.0.1.1, and the first interface may be one of Docker."""
     interfaces = {name: {each.address for each in found} for name, found in psutil.net_if_addrs().items()}
     expected = socket_interfaces(node=LOOPBACK, rendezvous=LOOPBACK, interfaces=interfaces)
-    actor = OnLoopback(worker=lambda **_: Worker(), rank=0, world_size=1, config=Config())  # type: ignore[arg-type]
+    actor = OnLoopback(worker=Worker, rank=0, world_size=1, config=Config())  # type: ignore[arg-type]
     with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "eth3"}):
         os.environ.pop("NCCL_SOCKET_IFNAME", None)
         actor.setup(model_path="model", host=LOOPBACK, port=actor.open_rendezvous(LOOPBACK), named_rows=False)

@@ -1,5 +1,6 @@
 """Makes the parts of an invented short run: its steps, its totals and its buffer's status."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,23 @@ def make_step(step: int, **changed: Any) -> StepRecord:
         "diagnostics": {"kernel_ess_ratio": 0.9, "clipped_ratio": 0.0},
     }
     return StepRecord(**(fields | changed))
+
+
+def make_process(
+    steps: Sequence[int], *, start_s: float, before: StepRecord | None = None, skipped: int | None = None
+) -> list[StepRecord]:
+    """Returns the records of the `steps` of a process whose first lease came after `start_s`, as a learner writes them:
+    the totals continue from the record `before`. A step waits 2 s for its groups, and is then trained for 8 s. The
+    record at the index `skipped` is that of a skipped step."""
+    wall_s = start_s - 2.0 + (before.wall_s if before else 0.0)
+    # the first weights, the first evaluation and the wait for the first groups are not in the state `starting`
+    starting_s = 0.75 * start_s + (before.learner_state_s["starting"] if before else 0.0)
+    records = []
+    for index, step in enumerate(steps):
+        wall_s += 10.0
+        states = {"starting": starting_s, "other": wall_s - starting_s}
+        records.append(make_step(step, wall_s=wall_s, duration_s=8.0, learner_state_s=states, trained=index != skipped))
+    return records
 
 
 def make_status(**changed: Any) -> RunStatus:

@@ -15,7 +15,7 @@ import pytest
 from html_page import Page
 from made_up_run import make_step
 from typer.testing import CliRunner
-from written_runs import write_run
+from written_runs import killed_and_resumed, write_run
 
 from asyncrl.cli.main import app
 from asyncrl.config.schema import Config
@@ -145,6 +145,16 @@ def test_totals_are_those_of_the_runs_and_rows_without_news_are_left_out(two: tu
     assert rows["oldest trained token, versions"] == ["1 of 2", "3 of 3"]
     assert rows["effective sample size, mean"] == ["0.95", "0.95"]
     assert "restarts" not in rows
+
+
+def test_the_effective_training_time_is_compared(tmp_path: Path) -> None:
+    path, info = killed_and_resumed(tmp_path)
+    other = write_run(tmp_path, [make_step(0)], name="other")
+    infos = {path: info, other: msgspec.structs.replace(info, name="other", finished="2026-11-30T08:00:09+00:00")}
+    runs = read_compared([path, other], info_of=infos.get)
+    rows = {row.name: list(row.values) for row in totals(all_runs(runs))}
+    assert rows["effective training time"] == ["59%", "10%"]
+    assert str(396 / 670) in compare_csv(runs)
 
 
 def test_only_settings_that_differ_are_named_but_not_the_names_of_the_runs() -> None:

@@ -14,6 +14,7 @@ from rich.console import Console
 from asyncrl.common.concern import Concern
 from asyncrl.config.schema import Config
 from asyncrl.learner.records import EvalRecord, Note
+from asyncrl.learner.training_time import TrainingTime
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.views import live
 from asyncrl.views.live import (
@@ -154,6 +155,12 @@ def test_a_plain_line_has_the_numbers_of_the_step() -> None:
         "step 80/200, reward 0.625, staleness 1 of 2, effective sample size 97 %, 213 samples/s, 1.13k tokens/s, "
         "1 min 2 s left"
     )
+
+
+def test_the_speeds_are_followed_by_the_share_of_the_wall_time_that_trained() -> None:
+    spent = view(training=TrainingTime(wall_s=600.0, trained_s=450.0))
+    assert "1.13k tokens/s, effective training time 75%" in shown(spent)
+    assert "1.13k tokens/s, effective training time 75%, 1 min 2 s left" in plain_line(spent)
 
 
 def test_names_are_text_and_not_rich_markup() -> None:

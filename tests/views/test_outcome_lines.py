@@ -36,3 +36,12 @@ def test_the_end_of_a_run_counts_its_restarts_and_what_they_cost() -> None:
     assert "resumed 1 time, no step was lost" in totals_lines(once, total_steps=1)
     often = build_summary([make_step(0)], [], TOTALS, staleness_limit=2, restarts=2, lost=[make_step(0)] * 20)
     assert "resumed 2 times, 20 steps were lost and trained again" in totals_lines(often, total_steps=1)
+
+
+def test_the_end_of_a_run_has_the_share_of_its_wall_time_that_trained() -> None:
+    spent = build_summary([make_step(0)], [], TOTALS, staleness_limit=2, effective_training_time_ratio=0.591)
+    assert "effective training time: 59% of the time since the first start of the run" in totals_lines(
+        spent, total_steps=1
+    )
+    unknown = build_summary([make_step(0)], [], TOTALS, staleness_limit=2)
+    assert "effective" not in "\n".join(totals_lines(unknown, total_steps=1))

@@ -12,7 +12,7 @@ import pytest
 from html_page import Page
 from made_up_run import TOTALS, make_step
 from typer.testing import CliRunner
-from written_runs import HOSTILE, lively_step, write_run
+from written_runs import HOSTILE, killed_and_resumed, lively_step, write_run
 
 from asyncrl.buffer.records import Failure, FailureCount
 from asyncrl.cli.main import app
@@ -100,6 +100,18 @@ def test_the_totals_have_the_mean_and_the_lowest_effective_sample_size(tmp_path:
     assert "effective sample size, mean of the steps 0.750 effective sample size, lowest step 0.500 " in words
     unmeasured = [make_step(step, ess_ratio=None) for step in range(3)]
     assert "effective sample size, " not in report_html(read_run(write_run(tmp_path / "none", unmeasured)))
+
+
+def test_the_effective_training_time_of_a_run_that_was_killed_and_resumed_is_of_its_records(tmp_path: Path) -> None:
+    path, info = killed_and_resumed(tmp_path)
+    run = read_run(path, info=info)
+    assert run.totals is not None
+    assert run.totals.effective_training_time_ratio == 396 / 670
+    words = " ".join(Page(report_html(run)).text.split())
+    assert (
+        "Effective training time 59% of 11 min 10 s since the first start; 2 min 40 s starts, 1 min 8 s steps trained "
+        "again, 46.0 s other"
+    ) in words
 
 
 def test_only_a_run_that_looks_at_a_reference_shows_the_distance_to_it(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from asyncrl.common.version import Version
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import FailureClass
 from asyncrl.learner.records import EvalRecord, StepRecord
+from asyncrl.learner.training_time import TrainingTime
 from asyncrl.views import status_text
 from asyncrl.views.run_view import RunView, run_view
 
@@ -103,6 +104,8 @@ def test_of_no_time_there_are_no_shares_and_no_sentence(seconds: dict[str, float
         "notes": [],
         "ess_ratio_mean": None,
         "ess_ratio_lowest": None,
+        "training_time": None,
+        "effective_training_time_ratio": None,
     }
 
 
@@ -121,6 +124,8 @@ def test_json_has_all_that_the_buffer_knows_and_what_limits_the_run() -> None:
         "notes": [],
         "ess_ratio_mean": None,
         "ess_ratio_lowest": None,
+        "training_time": None,
+        "effective_training_time_ratio": None,
     }
 
 
@@ -259,3 +264,19 @@ def test_failed_calls_of_tools_are_counted_by_tool() -> None:
     assert [line for line in lines if line.startswith("first ")] == [
         "first tool price: KeyError: no", "first tool price: NameError: no", "first tool stock: KeyError: no"
     ]  # fmt: skip
+
+
+def test_a_status_says_which_share_of_the_wall_time_trained_and_where_the_rest_went() -> None:
+    spent = TrainingTime(wall_s=670.0, trained_s=396.0, starting_s=160.0, again_s=68.0)
+    status = make_status()
+    trained = run_view(STEPS, recent=False, status=status, training=spent)
+    line = (
+        "effective training time: 59% of 11 min 10 s since the first start; 2 min 40 s starts, 1 min 8 s steps that "
+        "were trained again, 46.0 s other"
+    )
+    assert line in status_text.status_lines(status, trained, now=NOW)
+    found = msgspec.json.decode(status_text.status_json(status, trained, now=NOW))["since_start"]
+    assert found["training_time"] == {"wall_s": 670.0, "trained_s": 396.0, "starting_s": 160.0, "again_s": 68.0}
+    assert found["effective_training_time_ratio"] == 396 / 670
+    waits = run_view([], recent=False, status=status, training=TrainingTime(wall_s=9.0))
+    assert "effective training time" not in "\n".join(status_text.status_lines(status, waits, now=NOW))

@@ -6,11 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from made_up_run import TOTALS, make_step
+import msgspec
+from made_up_run import TOTALS, make_process, make_step
 
 from asyncrl.config.schema import Config
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.learner.records import EvalRecord, SampleRecord, StepRecord, build_summary
+from asyncrl.learner.records import (
+    LOST_STEPS,
+    EvalRecord,
+    Resumption,
+    RunInfo,
+    SampleRecord,
+    StepRecord,
+    build_summary,
+    read_info,
+)
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 
@@ -111,3 +121,22 @@ def write_run(
     if end is not None:
         run.close(state=end, reason="done" if end == "finished" else HOSTILE)
     return run.path
+
+
+def killed_and_resumed(folder: Path) -> tuple[Path, RunInfo]:
+    """Writes a run of 670 s that was killed after step 27 and resumed from step 20, and returns its path and run.json.
+
+    The first learner trains for 198 s those steps that count, and the second one too. They start for 100 s and 60 s.
+    7 steps that took 68 s were trained again.
+    """
+    first = make_process(range(27), start_s=100.0)
+    second = make_process(range(20, 40), start_s=60.0, before=first[19])
+    path = write_run(folder, [*first[:20], *second], name="killed")
+    (path / LOST_STEPS).write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in first[20:]))
+    info = msgspec.structs.replace(
+        read_info(path),
+        started="2026-11-30T08:00:00+00:00",
+        resumed=[Resumption(at="2026-11-30T08:06:40+00:00", step=20, incarnation=2)],
+        finished="2026-11-30T08:11:10+00:00",
+    )
+    return path, info
