@@ -24,7 +24,7 @@ PROCESSES = {
     "generator": r"ray::GeneratorActor",
 }
 """Pattern of the names of a run's processes, by target."""
-_SESSION = re.compile(r"/tmp/ray/session_[0-9][\w-]+")
+_SESSION = re.compile(r"/[\w./-]*/ray/session_[0-9][\w-]+")
 _ACTOR_NAME = re.compile(r"^:actor_name:(.*)$", re.MULTILINE)
 """How Ray writes the name of an actor into the file of its standard output. The last one is that of its `__repr__`."""
 

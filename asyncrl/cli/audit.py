@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.cli.options import RecordedRun, Trust
+from asyncrl.cli.options import RunOrMirror, Trust, recorded_run
 from asyncrl.cli.terminal import say
-from asyncrl.deployment.known_runs import existing_run
+from asyncrl.deployment.fetching import MirroredRun, is_url
 from asyncrl.errors import ConfigError
+from asyncrl.learner.audit_records import AUDIT
 
 WitnessSteps = Annotated[
     int,
@@ -29,19 +30,20 @@ Certificate = Annotated[
         "--certificate",
         metavar="PATH",
         help="Write what was checked and found to this file, as JSON. Default with --witness-steps: "
-        "audit/certificate.json in the run's directory.",
+        "audit/certificate.json in the run's directory; of a mirror, certificate.json in the working directory.",
     ),
 ]
 
 
 def audit(
-    run: RecordedRun, trust: Trust = False, witness_steps: WitnessSteps = 0, certificate: Certificate = None
+    run: RunOrMirror, trust: Trust = False, witness_steps: WitnessSteps = 0, certificate: Certificate = None
 ) -> None:
     """Check from the files of a run that nothing was lost, repeated or exchanged. Restarts of the run are included.
 
     Each check prints one line. A failed check prints its first counterexample. The exit code is 1 if a check failed, or
     if check 6 was asked for and is not possible.
-    The run may still be running: it is checked up to its last record.
+    The run may still be running: it is checked up to its last record. RUN may be the URL of a mirror (run.mirror): its
+    records and all of its checkpoints are fetched into a temporary folder.
 
     \b
     1 exactly once   every issued prompt was trained once, or its record says why not
@@ -59,15 +61,28 @@ def audit(
     """
     from asyncrl.deployment.local_clusters import use_ray_token
 
-    use_ray_token(own=True)  # before the next line imports ray, which check 5 may start
-    from asyncrl.audit.audit import outcomes_of
-    from asyncrl.audit.certificate import certificate as certificate_of
-    from asyncrl.audit.certificate import certificate_path
-    from asyncrl.audit.history import Verdict, read_history
-
+    use_ray_token(own=True)  # before `_audit` imports ray, which check 5 may start
     if certificate is not None and not os.access(certificate.absolute().parent, os.W_OK):
         raise ConfigError(f"--certificate {certificate}: its folder is missing or cannot be written; name another file")
-    history, outcomes = read_history(existing_run(run)), []
+    if certificate is None and witness_steps and is_url(run):
+        certificate = Path("certificate.json")
+    with recorded_run(run, _fetch) as directory:
+        _audit(directory, trust=trust, witness_steps=witness_steps, path=certificate)
+
+
+def _fetch(mirror: MirroredRun) -> None:
+    mirror.checkpoints()  # first: the records have each step up to a checkpoint
+    mirror.records(AUDIT)
+
+
+def _audit(directory: Path, *, trust: bool, witness_steps: int, path: Path | None) -> None:
+    """Prints the outcomes of the checks, and writes the certificate to `path`, with None only if there are steps to
+    witness. Exits with 1 as `audit` says."""
+    from asyncrl.audit.audit import outcomes_of
+    from asyncrl.audit.certificate import certificate, certificate_path
+    from asyncrl.audit.history import Verdict, read_history
+
+    history, outcomes = read_history(directory), []
     if history.forked_from is not None:
         say(f"fork: the run began with the weights of {history.forked_from}; audit that run for the steps before them")
     for outcome in outcomes_of(
@@ -75,8 +90,8 @@ def audit(
     ):
         say(str(outcome))
         outcomes.append(outcome)
-    if witness_steps or certificate is not None:
-        _write(certificate or certificate_path(history), certificate_of(history, outcomes))
+    if witness_steps or path is not None:
+        _write(path or certificate_path(history), certificate(history, outcomes))
     # check 6 is only made if it was asked for
     asked_in_vain = any(each.name.startswith("6") and each.verdict is Verdict.NOT_POSSIBLE for each in outcomes)
     if asked_in_vain or any(each.verdict is Verdict.FAILED for each in outcomes):

@@ -1,12 +1,15 @@
 """`asyncrl compare RUN RUN…`: writes a page that compares runs or groups of runs, and prints their numbers."""
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from asyncrl.cli.options import recorded_run
 from asyncrl.cli.terminal import print_warnings, say
-from asyncrl.deployment.known_runs import as_it_is, existing_run
+from asyncrl.deployment.fetching import MirroredRun
+from asyncrl.deployment.known_runs import as_it_is
 from asyncrl.views.compare import compare_html, compare_svg, settings_that_differ, terminal_tables, write_output
 from asyncrl.views.compare_numbers import compare_csv
 from asyncrl.views.compared_runs import read_compared
@@ -15,9 +18,10 @@ from asyncrl.views.console import ShownConsole
 
 def compare(
     runs: Annotated[
-        list[Path],
+        list[str],
         typer.Argument(
-            metavar="RUN RUN...", help="Directories of runs, or the names of runs in runs/, such as quickstart."
+            metavar="RUN RUN...",
+            help="Directories of runs, names of runs in runs/, such as quickstart, or URLs of their mirrors.",
         ),
     ],
     by: Annotated[
@@ -42,9 +46,12 @@ def compare(
       asyncrl compare quickstart quickstart.1
       asyncrl compare runs/a runs/b runs/c -o page.html
       asyncrl compare --by run.seed runs/*-s? --svg figure.svg --csv numbers.csv
+      asyncrl compare quickstart s3://bucket/other
     """
     keys = by or []
-    groups = read_compared([existing_run(run) for run in runs], info_of=as_it_is, by=keys)
+    with contextlib.ExitStack() as open_runs:
+        directories = [open_runs.enter_context(recorded_run(run, MirroredRun.records)) for run in runs]
+        groups = read_compared(directories, info_of=as_it_is, by=keys)
     for table in terminal_tables(groups, by=keys):
         ShownConsole().print(table)
     print_warnings([group.note for group in groups if group.note])

@@ -36,7 +36,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.rules import check_config
 from asyncrl.deployment.known_runs import RUNS, dead_runs, live_runs, remains_of, stray_processes
 from asyncrl.deployment.run_dir import installed_version
-from asyncrl.deployment.temporary_folders import FolderProblem, ray_folder, temporary_folder_problems
+from asyncrl.deployment.temporary_folders import FolderProblem, private_folder, temporary_folder_problems
 from asyncrl.errors import ConfigError
 
 MIN_PYTHON = (3, 11)
@@ -161,7 +161,7 @@ def check_folders(problems: Sequence[FolderProblem]) -> Iterator[Finding]:
     """
     yield from (fail(problem.what, fix=problem.fix) for problem in problems)
     if not problems:
-        yield ok(f"temporary files in {ray_folder()[0]}")
+        yield ok(f"temporary files in {private_folder()}")
 
 
 def check_memory(available_bytes: int) -> Finding:

@@ -1,8 +1,11 @@
 """`asyncrl eval -c FILE`: evaluates a model on the held-out prompts of a configuration, without training."""
 
 import asyncio
+import contextlib
 import gc
 import os
+import re
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -11,8 +14,8 @@ import msgspec
 import typer
 
 from asyncrl.atomic_write import write_atomically
-from asyncrl.checkpoints.directory import HF
-from asyncrl.cli.options import ConfigFiles, Overrides
+from asyncrl.checkpoints.directory import CHECKPOINTS, HF, folders
+from asyncrl.cli.options import ConfigFiles, Overrides, recorded_run
 from asyncrl.cli.preflight import (
     check_model,
     model_directory,
@@ -26,11 +29,18 @@ from asyncrl.config.load import load_config
 from asyncrl.config.rules import check_config
 from asyncrl.config.schema import Config
 from asyncrl.config.timeouts import with_timeouts
+from asyncrl.deployment.fetching import is_url
 from asyncrl.environments.secrets import hide_secrets
 from asyncrl.errors import ConfigError
 
 app = command_app()
 
+OF_MODEL = "model.path="
+"""Beginning of the override that names the model."""
+_IN_MIRROR = re.compile(
+    r"(?P<mirror>.+?)(?:/checkpoints/step-(?P<step>\d{1,15})(?:-[0-9a-f]{16})?(?:/hf)?)?/?", re.ASCII
+)
+"""The URL of a mirror, or of one of its checkpoints."""
 QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
@@ -69,25 +79,49 @@ def evaluate(
     is that of the run's own evaluations. The engine is vLLM. Nothing is trained, no Ray is started, and the directory
     of a run is not changed. The answers are the same each time: samples have seeds that follow from run.seed.
 
-    model.path is a model's directory, a name on the Hugging Face Hub, or a checkpoint of a run. For a checkpoint with
+    model.path is a model's directory, a name on the Hugging Face Hub, or a checkpoint of a run. As an override, it may
+    also be the URL of a mirror (run.mirror): its newest checkpoint, or URL/checkpoints/step-100. For a checkpoint with
     an adapter (model.lora), first write the whole model with `asyncrl export RUN FOLDER --merge`.
 
     \b
       asyncrl eval -c my.yaml                           the model with which a run would begin
       asyncrl eval -c my.yaml model.path=runs/my/checkpoints/step-100
                                                         a checkpoint of a run
+      asyncrl eval -c my.yaml model.path=s3://bucket/my
+                                                        the newest checkpoint in the mirror of a run
       asyncrl eval -c my.yaml --samples 8               pass@1, @2, @4 and @8
       asyncrl eval -c my.yaml eval.prompts=1000 --json result.json
                                                         more prompts; all answers in a file
     """
-    config = _configured(files, overrides, samples=samples)
+    with _with_local_model(overrides) as (local, url):
+        _evaluate(_configured(files, local, samples=samples), model=url, json=json)
+
+
+@contextlib.contextmanager
+def _with_local_model(overrides: Sequence[str]) -> Iterator[tuple[list[str], str | None]]:
+    """Yields the overrides, with a temporary directory in place of a `model.path` that is the URL of a mirror or of one
+    of its checkpoints, and this URL, if there is one."""
+    url = next((each.removeprefix(OF_MODEL) for each in reversed(overrides) if each.startswith(OF_MODEL)), "")
+    if not is_url(url) or (parts := _IN_MIRROR.fullmatch(url)) is None:
+        yield list(overrides), None
+        return
+    step = None if parts["step"] is None else int(parts["step"])
+    with recorded_run(parts["mirror"], lambda mirror: mirror.checkpoint(step)) as directory:
+        [checkpoint] = folders(directory / CHECKPOINTS).values()
+        yield [*overrides, f"{OF_MODEL}{checkpoint}"], url
+
+
+def _evaluate(config: Config, *, model: str | None, json: Path | None) -> None:
+    """Evaluates the model of a checked configuration, prints the results, and writes them to `json`. `model` is the
+    name of the model to show; None for `model.path`."""
+    model = model or config.model.path
     from asyncrl.generation.vllm_engine import prepare_environment
 
     os.environ.update({name: value for name, value in QUIET.items() if not os.environ.get(name)})
     prepare_environment(config)  # before the first import of torch or vLLM
     from asyncrl.deployment.model_evaluation import evaluate_model, result_lines
 
-    say(f"model: {config.model.path}", err=True)
+    say(f"model: {model}", err=True)
     report = partial(say, err=True)
     with sigterm_exits():
         results = asyncio.run(evaluate_model(config, report=report, reward_output=report))
@@ -96,7 +130,7 @@ def evaluate(
         for line in result_lines(result):
             say(line)
     if json is not None:
-        content = {"model": config.model.path, "seed": config.run.seed, "sets": results}
+        content = {"model": model, "seed": config.run.seed, "sets": results}
         write_atomically(json, msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
         say(str(json), err=True)
 

@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.checkpoints.directory import HF
-from asyncrl.cli.options import RecordedRun, at_option
+from asyncrl.checkpoints.directory import CHECKPOINTS, HF, complete_steps
+from asyncrl.cli.options import RunOrMirror, at_option, recorded_run
 from asyncrl.cli.preflight import model_directory, model_files
 from asyncrl.cli.terminal import say
 from asyncrl.config.schema import Config
-from asyncrl.deployment.known_runs import best_checkpoint, existing_run
+from asyncrl.deployment.fetching import MirroredRun
+from asyncrl.deployment.known_runs import best_of
 from asyncrl.deployment.resuming import found_checkpoint, step_of
 from asyncrl.errors import ConfigError
 from asyncrl.learner.records import read_config
@@ -25,7 +26,7 @@ BEST = "best"
 
 
 def export(
-    run: RecordedRun,
+    run: RunOrMirror,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write. An earlier export is replaced.")],
     at: Annotated[
         str | None,
@@ -50,32 +51,38 @@ def export(
       asyncrl export lora speller --merge               the model with the adapter in it
       asyncrl export lora speller --at step-100
       asyncrl export quickstart speller --at best       the best evaluation (checkpoint.keep_best)
+      asyncrl export s3://bucket/quickstart speller     from the mirror of the run (run.mirror)
     """
-    directory = existing_run(run)
-    config = read_config(directory)
-    checkpoint, manifest = found_checkpoint(directory, _step(directory, at, name=config.checkpoint.best_eval))
-    if config.model.lora is not None:
-        _export_adapter(config, checkpoint, folder, merge=merge)
-    elif merge:
-        raise ConfigError(
-            f"--merge: the run in {directory} has no adapter, but has trained whole weights; leave --merge out"
-        )
-    else:
-        _copy_weights(checkpoint, folder, of_hf=[name for name in manifest.files if name.startswith(f"{HF}/")])
+
+    def fetch(mirror: MirroredRun) -> None:
+        mirror.records()
+        mirror.checkpoint(_step(mirror.directory, mirror.steps, at))
+
+    with recorded_run(run, fetch) as directory:
+        config = read_config(directory)
+        step = _step(directory, complete_steps(directory / CHECKPOINTS), at)
+        checkpoint, manifest = found_checkpoint(directory, step)
+        if config.model.lora is not None:
+            _export_adapter(config, checkpoint, folder, merge=merge)
+        elif merge:
+            raise ConfigError(f"--merge: the run {run} has no adapter, but has trained whole weights; leave it out")
+        else:
+            _copy_weights(checkpoint, folder, of_hf=[name for name in manifest.files if name.startswith(f"{HF}/")])
     say(str(folder))
 
 
-def _step(directory: Path, at: str | None, *, name: str) -> int | None:
-    """Returns the step of the checkpoint that --at names; None for the newest one. With `--at best`, this is
-    the checkpoint whose evaluation on the held-out set `name` has the highest reward."""
+def _step(directory: Path, steps: Sequence[int], at: str | None) -> int | None:
+    """Returns the step of the checkpoint that --at names; None for the newest one. With `--at best`, this is the one of
+    `steps` whose evaluation on the held-out set `checkpoint.best_eval` has the highest reward."""
     if at != BEST:
         return None if at is None else step_of(at)
-    if (best := best_checkpoint(directory, name=name)) is None:
+    name = read_config(directory).checkpoint.best_eval
+    if (best := best_of(directory, steps, name=name)) is None:
         raise ConfigError(
             f"--at {BEST}: no checkpoint of the run in {directory} has an evaluation {name}; name one, such as "
             "step-140, or run with eval.every_steps and checkpoint.keep_best"
         )
-    return best[1].step
+    return best.step
 
 
 def _export_adapter(config: Config, checkpoint: Path, folder: Path, *, merge: bool) -> None:

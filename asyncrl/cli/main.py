@@ -32,7 +32,7 @@ SUPERVISED = ("up", "resume", "fork", "learner")
 """The commands that are started again after their process has died, or after an error that a restart may fix."""
 REPORTED = ("generator",)
 """The commands whose death gets the exit code of errors that a restart may fix. Their user starts them again."""
-READERS = ("status", "top", "stacks", "scale", "down", "audit", "samples", "export", "report", "compare")
+READERS = ("status", "top", "stacks", "scale", "down", "audit", "samples", "export", "report", "compare", "mirror")
 """The commands that use the files of a run, which may be damaged or of another person. An error that such files can
 cause is shown in one sentence."""
 LONGEST_PROBLEM = 300
@@ -58,6 +58,7 @@ COMMANDS: dict[str, str] = {
     "export": "Write the trained weights of a run for other programs.",
     "report": "Write an HTML page with the curves and totals of a run.",
     "compare": "Compare runs, or groups of runs over seeds, on an HTML page.",
+    "mirror": "Send what the mirror of an ended run lacks.",
     "data": "Show the prompts of a configuration, token by token.",
     "model": "Build the tiny model that a configuration describes.",
     "losses": "List the published objectives for algorithm.loss.",

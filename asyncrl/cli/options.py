@@ -5,7 +5,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,10 +13,11 @@ import typer
 
 from asyncrl.cli.preflight import user_modules
 from asyncrl.cli.restarts import begun_before, earlier_end
-from asyncrl.cli.terminal import print_warnings, say
+from asyncrl.cli.terminal import print_warnings, say, sigterm_exits
 from asyncrl.common.roles import Role
 from asyncrl.config.schema import Config
-from asyncrl.deployment.known_runs import address_of, best_checkpoint, dead_runs, newest_weights
+from asyncrl.deployment.fetching import MirroredRun, is_url, visited
+from asyncrl.deployment.known_runs import address_of, best_checkpoint, dead_runs, existing_run, newest_weights
 from asyncrl.deployment.resuming import Choice, no_checkpoint, unfinished_run
 from asyncrl.errors import AsyncRLError
 from asyncrl.learner.records import known_info
@@ -93,6 +94,12 @@ RecordedRun = Annotated[
 ]
 """A run whose files a command reads."""
 
+RunOrMirror = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="Name of a run, such as quickstart, its directory, or the URL of its mirror."),
+]
+"""A run whose files a command reads, from its directory or from its mirror (`recorded_run`)."""
+
 Trust = Annotated[
     bool,
     typer.Option(
@@ -106,6 +113,17 @@ at_option = functools.partial(typer.Option, "--at", metavar="CHECKPOINT")
 
 LINE_EVERY_STEPS = 10
 """Steps between two lines of progress, if the output is not a terminal."""
+
+
+@contextlib.contextmanager
+def recorded_run(run: str, fetch: Callable[[MirroredRun], object]) -> Iterator[Path]:
+    """Yields the directory of a run (`RunOrMirror`). For the URL of a mirror, `fetch` fetches what the command needs
+    into a temporary directory, which is removed when the block ends, also after SIGTERM."""
+    if not is_url(run):
+        yield existing_run(Path(run))
+        return
+    with sigterm_exits(), visited(run, fetch, report=functools.partial(say, err=True)) as directory:
+        yield directory
 
 
 def choice(*, fresh: bool) -> Choice:

@@ -5,24 +5,31 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.cli.options import RecordedRun
+from asyncrl.cli.options import RunOrMirror, recorded_run
 from asyncrl.cli.terminal import print_warnings, say
-from asyncrl.deployment.known_runs import as_it_is, ended_run, existing_run
+from asyncrl.deployment.fetching import is_url
+from asyncrl.deployment.known_runs import as_it_is, ended_run
+from asyncrl.deployment.resuming import SAMPLES
 from asyncrl.views.report import write_report
 
 
 def report(
-    run: RecordedRun,
+    run: RunOrMirror,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE", help="File to write. Default: report.html in the run's directory."
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="File to write. Default: report.html in the run's directory; of a mirror, in the working directory.",
         ),
     ] = None,
 ) -> None:
     """Write a self-contained HTML page with the curves, totals and samples of a run. The run may still be running."""
-    directory = existing_run(run)
-    info = as_it_is(directory)
-    if info is not None and info.state == "died":
-        print_warnings([ended_run(directory) or ""])
-    say(str(write_report(directory, output=output, info=info)))
+    if output is None and is_url(run):
+        output = Path("report.html")
+    with recorded_run(run, lambda mirror: mirror.records(SAMPLES)) as directory:
+        info = as_it_is(directory)
+        if info is not None and info.state == "died" and not is_url(run):  # a mirror has no weights here
+            print_warnings([ended_run(directory) or ""])
+        say(str(write_report(directory, output=output, info=info)))

@@ -4,12 +4,11 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from asyncrl.cli.options import AllowPublic, Overrides, Trust, again, at_option
+from asyncrl.cli.options import AllowPublic, Overrides, RunOrMirror, Trust, again, at_option
 from asyncrl.cli.preflight import prepared
 from asyncrl.cli.restarts import begun_directory
 from asyncrl.cli.start import run_in_terminal
+from asyncrl.cli.terminal import say
 from asyncrl.config.load import load_config
 from asyncrl.config.named_code import untrusted
 from asyncrl.config.schema import Config
@@ -25,14 +24,8 @@ At = Annotated[
 ]
 
 
-Run = Annotated[
-    str,
-    typer.Argument(metavar="RUN", help="Name of a run, such as quickstart, its directory, or the URL of its mirror."),
-]
-
-
 def resume(
-    run: Run, overrides: Overrides, at: At = None, allow_public: AllowPublic = False, trust: Trust = False
+    run: RunOrMirror, overrides: Overrides, at: At = None, allow_public: AllowPublic = False, trust: Trust = False
 ) -> None:
     """Continue a run from one of its checkpoints. It does what `asyncrl up` does, with the run's saved configuration.
 
@@ -59,7 +52,8 @@ def resume(
     if begun is not None:
         directory = begun  # without a question to the storage, which may not answer now
     else:
-        directory = existing_run(Path(run)) if mirror is None else fetched(mirror, overrides, step=step)
+        report = partial(say, err=True)
+        directory = existing_run(Path(run)) if mirror is None else fetched(mirror, overrides, step=step, report=report)
         directory = directory if directory.name else directory.resolve()
     saved = saved_config(directory)
     check_recorded(directory, saved)

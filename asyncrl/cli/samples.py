@@ -5,8 +5,9 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from asyncrl.cli.options import RecordedRun
-from asyncrl.deployment.known_runs import existing_run
+from asyncrl.cli.options import RunOrMirror, recorded_run
+from asyncrl.deployment.fetching import is_url
+from asyncrl.deployment.resuming import SAMPLES
 from asyncrl.learner.records import known_data
 from asyncrl.views.console import ShownConsole
 from asyncrl.views.samples import (
@@ -21,7 +22,7 @@ from asyncrl.views.samples import (
 
 
 def samples(
-    run: RecordedRun,
+    run: RunOrMirror,
     step: Annotated[
         int | None, typer.Option(metavar="N", help="Step whose samples are shown. Default: the last one.")
     ] = None,
@@ -53,14 +54,16 @@ def samples(
 
     The run writes the samples of `learner.groups_logged` groups of each step.
     """
-    folder = existing_run(run)
-    samples = samples_of(folder, step=step, worst=worst)[:most]
+    with recorded_run(run, lambda mirror: mirror.records(SAMPLES)) as folder:
+        samples = samples_of(folder, step=step, worst=worst)[:most]
+        data = known_data(folder) if task else None
     console = ShownConsole(soft_wrap=True)
-    if task and (data := known_data(folder)) is not None:
+    if data is not None:
         for line in data_in_words(data):
             console.print(line)
-        command = f"asyncrl data show -c {folder / 'config.yaml'} --row N"
-        console.print(Text(f"a row in full, read by the code that the config names: {command}"))
+        if not is_url(run):
+            command = f"asyncrl data show -c {folder / 'config.yaml'} --row N"
+            console.print(Text(f"a row in full, read by the code that the config names: {command}"))
     console.print(legend(color))
     for sample in samples:
         console.print()

@@ -291,7 +291,7 @@ def heldout(run: SweptRun) -> str:
 def write_comparison(runs: Sequence[SweptRun], folder: Path, *, seeds: int) -> None:
     """Prints the numbers of the runs that have trained a step, and writes them as a page and as CSV. Runs that differ
     only in their seed are one group."""
-    trained = [run.directory for run in runs if read_lines(run.directory / "steps.jsonl", StepRecord)]
+    trained = [str(run.directory) for run in runs if read_lines(run.directory / "steps.jsonl", StepRecord)]
     if len(trained) < 2:
         return
     by = ["run.seed"] if seeds > 1 else None

@@ -43,7 +43,7 @@ from asyncrl.deployment.local_clusters import (
     require_token,
     started_for,
 )
-from asyncrl.deployment.temporary_folders import close_to_others, ray_folder, temporary_folder_problems
+from asyncrl.deployment.temporary_folders import make_private_folder, private_folder, temporary_folder_problems
 from asyncrl.errors import CallTimeout, ClusterUnreachable, PlacementError, RunError
 
 logger = logging.getLogger(__name__)
@@ -90,6 +90,7 @@ def start(config: Config, *, generators: int = 1, command: str = "up") -> LocalR
     if problems := temporary_folder_problems(vllm=False):
         raise RunError("\n".join(map(str, problems)))
     require_token()
+    folder = make_private_folder()
     logical_cpus = generators * config.generator.replicas * config.generator.cpus
     logical_cpus += sum(pool.ranks * pool.cpus for pool in config.rank_pools().values())
     with (
@@ -106,12 +107,12 @@ def start(config: Config, *, generators: int = 1, command: str = "up") -> LocalR
                 namespace=config.run.name,
                 object_store_memory=config.ray.object_store_mb * 2**20,
                 _node_ip_address=LOOPBACK,
+                _temp_dir=str(folder / "ray"),
                 _system_config={"worker_niceness": WORKER_NICENESS},
             )
         )
     local = LocalRay(str(context.address_info["address"]), str(context.address_info["session_dir"]))
     check_own_address(local.address)
-    close_to_others(Path(local.session_folder))
     return local
 
 
@@ -180,7 +181,7 @@ def start_node(start: Callable[[], Started]) -> Started:
                 reason = str(error).strip().partition("\n")[0]
                 raise RunError(
                     f"Ray did not start ({type(error).__name__}: {reason}); the logs of its processes are in "
-                    f"{ray_folder()[0] / 'ray' / 'session_latest' / 'logs'}"
+                    f"{private_folder() / 'ray' / 'session_latest' / 'logs'}"
                 ) from error
             # Ray would end the processes of the failed attempt only when this process ends. In a notebook, other
             # threads of the caller may start processes at the same time, so only those of Ray are killed.

@@ -1,19 +1,21 @@
-"""Fetches a run from its mirror (`asyncrl.deployment.mirror`) into a new directory, to resume it there.
+"""Fetches a run from its mirror (`asyncrl.deployment.mirror`): into a new directory, to resume it there, or into a
+temporary one, for a command that reads a run.
 
 Another person may have made the mirror, so it is read like a run directory that came by mail: a file is written only
 below the new directory, under a name with which a record or a file of a checkpoint may begin, and has a largest size.
 Links and other entries are not read. A checkpoint is used after all of its files were compared with its manifest.
 
-The run gets its directory in one step, when all of its files are there. A fetch that was killed leaves a folder
+A resumed run gets its directory in one step, when all of its files are there. A fetch that was killed leaves a folder
 `.NAME.….fetched` beside it, which may be deleted.
 """
 
 import contextlib
 import logging
+import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -38,15 +40,19 @@ from asyncrl.deployment.mirror import (
     RECORDS,
     WRITERS,
     Owner,
+    Sent,
     Store,
     complete_names,
     lineage_of,
+    most_bytes,
+    sent_records,
     step_of_name,
     url_problem,
 )
 from asyncrl.deployment.resuming import SAMPLES, known_lineage
 from asyncrl.errors import (
     AsyncRLError,
+    CheckpointDamaged,
     CheckpointError,
     CheckpointOfOtherFormat,
     ConfigError,
@@ -55,13 +61,14 @@ from asyncrl.errors import (
 )
 from asyncrl.learner.audit_records import AUDIT
 from asyncrl.learner.records import RunInfo, known_info
-from asyncrl.run_files import FILE_BYTES, MOST_FOLDERS, RECORD_BYTES, opened_to_append
+from asyncrl.run_files import FILE_BYTES, MOST_FOLDERS, RECORD_BYTES, opened_to_append, read
 from asyncrl.shown_text import redacted
 
 logger = logging.getLogger(__name__)
 
-AUDIT_BYTES = 2**32
-"""Largest file in audit/."""
+STEPS = "steps.jsonl"
+LONG_BYTES = 2**28
+"""Size from which on a checkpoint, or all records, get a line of progress for each tenth."""
 _DAMAGED = (CheckpointError, FileNotFoundError, FileRefused, msgspec.MsgspecError, UnicodeError)
 """Errors of a checkpoint that cannot be used. Another error means that the storage cannot be read now."""
 
@@ -71,7 +78,124 @@ def is_url(run: str) -> bool:
     return re.match(r"[A-Za-z0-9+.-]+://", run) is not None
 
 
-def fetched(url: str, overrides: Sequence[str], *, step: int | None) -> Path:
+Report = Callable[[str], None]
+"""Gets lines about the progress of a fetch."""
+
+
+class MirroredRun:
+    """The parts of a mirrored run that are fetched into `directory`, which must be new.
+
+    The methods raise RunError, FileRefused for a name that could lead elsewhere or for a file that is too large, and
+    the errors of the storage.
+    """
+
+    def __init__(self, store: Store, directory: Path, *, report: Report) -> None:
+        self.directory = directory
+        self._store, self._report = store, report
+        self._there = store.sizes()
+        self._lineage = lineage_of(store)
+        self._name, self._wanted, self._done = "", 0, 0  # what is being fetched, and how many bytes
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the mirror's complete checkpoints, in order."""
+        return sorted(map(step_of_name, complete_names(self._there)))
+
+    def records(self, *folders: str) -> None:
+        """Fetches the records, and all files below `folders`, which are samples/ and audit/.
+
+        audit/ is fetched after steps.jsonl: a run that lives may send both meanwhile, and the audit of the run needs a
+        record in audit/ for each step in steps.jsonl.
+        """
+        names = [name for name in RECORDS if name in self._there]
+        names += [name for folder in folders for name in sorted(self._there) if name.startswith(f"{folder}/")]
+        self._begin(f"{len(names):,} records", sum(self._there[name] for name in names))
+        for name in names:
+            self._fetch(name, _place(self.directory, name), most=most_bytes(name))
+
+    def checkpoint(self, step: int | None) -> Path:
+        """Fetches the newest undamaged checkpoint from which the live incarnation of the run may go on, or the one
+        after `step` steps. Returns its directory."""
+        for name in _newest_first(self._there):
+            if step not in (None, step_of_name(name)):
+                continue
+            try:
+                if (folder := self._checkpoint(name)) is not None:
+                    return folder
+            except CheckpointOfOtherFormat:
+                raise
+            except _DAMAGED as error:
+                logger.warning(
+                    "%s in %s cannot be used (%s); the next older checkpoint is taken", name, self._store.url, error
+                )
+        wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise RunError(f"{self._store.url} has {wanted} that is complete and undamaged")
+
+    def checkpoints(self) -> None:
+        """Fetches all complete checkpoints from which the live incarnation of the run may go on. Raises
+        CheckpointDamaged if one of them is damaged."""
+        for name in _newest_first(self._there):
+            try:
+                self._checkpoint(name)
+            except CheckpointOfOtherFormat:
+                raise
+            except _DAMAGED as error:
+                if name in complete_names(self._store.sizes(f"{CHECKPOINTS}/{name}")):
+                    raise CheckpointDamaged(
+                        f"{CHECKPOINTS}/{name} in {self._store.url} is damaged ({error}): remove it there, or use the "
+                        "run's own directory"
+                    ) from error
+                # Otherwise the run lives, and has deleted it now.
+
+    def _checkpoint(self, name: str) -> Path | None:
+        """Fetches a checkpoint and returns its directory; None if it has lost weights, or its step was fetched."""
+        folder = folder_of(self.directory / CHECKPOINTS, step_of_name(name))
+        manifest = _manifest(self._store, name)
+        if not self._lineage.has(manifest.version) or folder.exists():
+            return None
+        files = {file: entry.nbytes for file, entry in manifest.files.items()}
+        files |= {MANIFEST: RECORD_BYTES, COMPLETE: RECORD_BYTES}
+        sizes = {file: self._there.get(f"{CHECKPOINTS}/{name}/{file}", 0) for file in files}
+        self._begin(f"checkpoint {folder.name}", sum(min(most, sizes[file]) for file, most in files.items()))
+        try:
+            for file, most in files.items():
+                if (remote := f"{CHECKPOINTS}/{name}/{file}") not in self._there:  # e.g. below a link
+                    raise FileNotFoundError(f"{file!a} is missing")
+                self._fetch(remote, _place(folder, file), most=most)
+            verified(folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return folder
+
+    def _begin(self, name: str, nbytes: int) -> None:
+        """Reports what is fetched now. Raises RunError if there is no space for it."""
+        self._name, self._wanted, self._done = name, nbytes, 0
+        if nbytes > (free := shutil.disk_usage(self.directory).free):
+            raise RunError(
+                f"there is no space for {name} from {self._store.url}: that is {_mib(nbytes)}, and the disk of "
+                f"{self.directory.parent} has {_mib(free)} free. Free space there, or choose another disk (TMPDIR; "
+                "run.dir for asyncrl resume)"
+            )
+        self._report(f"fetching {name} ({_mib(nbytes)}) from {self._store.url}")
+
+    def _fetch(self, name: str, target: Path, *, most: int) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with opened_to_append(target, inside=self.directory) as file:
+            for chunk in self._store.chunks(name, most=most):
+                file.write(chunk)
+                before, self._done = self._done, self._done + len(chunk)
+                if self._wanted >= LONG_BYTES and (tenth := 10 * self._done // self._wanted) > (
+                    10 * before // self._wanted
+                ):
+                    self._report(f"  {self._name}: {10 * tenth} %")
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"
+
+
+def fetched(url: str, overrides: Sequence[str], *, step: int | None, report: Report) -> Path:
     """Returns the directory of the run that is mirrored at `url`: the folder runs/ in the working directory, or the
     `run.dir` of `overrides`, with the name of the run.
 
@@ -81,9 +205,7 @@ def fetched(url: str, overrides: Sequence[str], *, step: int | None) -> Path:
     Raises ConfigError if the URL cannot work, and RunError if another run or an older state is in the directory, if
     the mirror has no run with a checkpoint, or if it cannot be read.
     """
-    if problem := url_problem(url):
-        raise ConfigError(problem)
-    try:
+    with _reading(url):
         store = Store(url)
         config = _config(store, overrides)
         directory = config.run.dir / config.run.name
@@ -95,11 +217,50 @@ def fetched(url: str, overrides: Sequence[str], *, step: int | None) -> Path:
             if owner is not None:
                 writers = [msgspec.json.decode(owner, type=Owner).process]
                 (staging / WRITERS).write_bytes(msgspec.json.encode(writers))
-            there = store.sizes()
-            _fetch_checkpoint(store, there, staging, step=step)
-            _fetch_records(store, there, staging)
+            run = MirroredRun(store, staging, report=report)
+            run.checkpoint(step)
+            run.records(SAMPLES, AUDIT)
             _publish(staging, directory)
-        return directory
+    return directory
+
+
+@contextlib.contextmanager
+def visited(url: str, fetch: Callable[[MirroredRun], object], *, report: Report) -> Iterator[Path]:
+    """Yields a temporary directory of the run that is mirrored at `url`, with the parts that `fetch` fetches. Its name
+    is the last part of the URL. Only this user can enter it, and it is removed when the block ends.
+
+    It is in the folder that TMPDIR names. Raises ConfigError if the URL cannot work, and RunError if there is no mirror
+    or if it cannot be read.
+    """
+    name = url.rstrip("/").rpartition("/")[2]
+    with tempfile.TemporaryDirectory(prefix="asyncrl-") as folder:
+        directory = Path(folder) / (name if name.isprintable() and name not in ("", ".", "..") else "run")
+        with _reading(url):
+            store = Store(url)
+            _config_of(store)
+            sent = sent_records(store)  # before the records: see `_cut`
+            directory.mkdir()
+            fetch(MirroredRun(store, directory, report=report))
+            _cut(directory / STEPS, sent.get(STEPS))
+        yield directory
+
+
+def _cut(path: Path, sent: Sent | None) -> None:
+    """Cuts steps.jsonl to what a pass of the mirror sent last with all of its other records. A pass that goes on, or
+    that was killed, may have sent more steps, and not yet their records for the audit."""
+    if sent is not None and path.exists():
+        content = read(path, most=FILE_BYTES)
+        if xxhash.xxh3_128_hexdigest(content[: sent.nbytes]) == sent.xxh3:
+            os.truncate(path, sent.nbytes)
+
+
+@contextlib.contextmanager
+def _reading(url: str) -> Iterator[None]:
+    """Raises ConfigError if no run can be mirrored at the URL, and RunError in place of the errors of the storage."""
+    if problem := url_problem(url):
+        raise ConfigError(problem)
+    try:
+        yield
     except AsyncRLError:
         raise
     except Exception as error:  # each implementation has errors of its own
@@ -109,11 +270,17 @@ def fetched(url: str, overrides: Sequence[str], *, step: int | None) -> Path:
         ) from error
 
 
+def _config_of(store: Store) -> bytes:
+    """Returns the content of the mirror's config.yaml. Raises RunError if the URL is not a mirror."""
+    if (content := store.read("config.yaml")) is None:
+        raise RunError(f"{store.url} is not the mirror of a run: it has no config.yaml; give the URL of run.mirror")
+    return content
+
+
 def _config(store: Store, overrides: Sequence[str]) -> Config:
     """Returns the configuration of the mirrored run with the overrides. `run.dir` of the run itself does not count,
     because it would let the mirror choose a folder of this machine."""
-    if (content := store.read("config.yaml")) is None:
-        raise RunError(f"{store.url} is not the mirror of a run: it has no config.yaml; give the URL of run.mirror")
+    content = _config_of(store)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
         path.write_bytes(content)
@@ -173,34 +340,6 @@ def _publish(staging: Path, directory: Path) -> None:
         ) from error
 
 
-def _fetch_checkpoint(store: Store, there: dict[str, int], staging: Path, *, step: int | None) -> None:
-    """Fetches the newest undamaged checkpoint from which the live incarnation of the run may go on."""
-    lineage = lineage_of(store)
-    for name in _newest_first(there):
-        if step not in (None, step_of_name(name)):
-            continue
-        folder = folder_of(staging / CHECKPOINTS, step_of_name(name))
-        try:
-            manifest = _manifest(store, name)
-            if not lineage.has(manifest.version):
-                continue
-            sizes = {file: entry.nbytes for file, entry in manifest.files.items()}
-            for file, most in {**sizes, MANIFEST: RECORD_BYTES, COMPLETE: RECORD_BYTES}.items():
-                if (remote := f"{CHECKPOINTS}/{name}/{file}") not in there:  # e.g. below a link
-                    raise FileNotFoundError(f"{file!a} is missing")
-                _fetch(store, remote, _place(folder, file), inside=staging, most=most)
-            verified(folder)
-        except CheckpointOfOtherFormat:
-            raise
-        except _DAMAGED as error:
-            logger.warning("%s in %s cannot be used (%s); the next older checkpoint is taken", name, store.url, error)
-            shutil.rmtree(folder, ignore_errors=True)
-        else:
-            return
-    wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-    raise RunError(f"{store.url} has {wanted} that is complete and undamaged, so the run cannot be resumed from it")
-
-
 def _newest_first(there: dict[str, int]) -> list[str]:
     """Returns the names of the complete checkpoints of a mirror, from the last step to the first one."""
     return sorted(complete_names(there), key=step_of_name, reverse=True)
@@ -213,24 +352,9 @@ def _manifest(store: Store, name: str) -> RunManifest:
     return decoded(content, path=f"{store.url}/{CHECKPOINTS}/{name}")
 
 
-def _fetch_records(store: Store, there: dict[str, int], staging: Path) -> None:
-    for name in there:
-        folder = name.partition("/")[0]
-        if name in RECORDS or (folder in (SAMPLES, AUDIT) and name != folder):
-            most = AUDIT_BYTES if folder == AUDIT else FILE_BYTES
-            _fetch(store, name, _place(staging, name), inside=staging, most=most)
-
-
 def _place(folder: Path, name: str) -> Path:
     """Returns the path of the file `name` below `folder`. Raises FileRefused for a name that could lead elsewhere."""
     parts = name.split("/")
     if len(parts) > MOST_FOLDERS or not all(each.isprintable() and each not in ("", ".", "..") for each in parts):
         raise FileRefused(f"the mirror has a file with the name {name!a}, and no file of a run has such a name")
     return folder.joinpath(*parts)
-
-
-def _fetch(store: Store, name: str, target: Path, *, inside: Path, most: int) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with opened_to_append(target, inside=inside) as file:
-        for chunk in store.chunks(name, most=most):
-            file.write(chunk)

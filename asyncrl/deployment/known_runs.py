@@ -166,9 +166,15 @@ def best_checkpoint(directory: Path, *, name: str = HELDOUT) -> tuple[Path, Eval
     """Returns the complete checkpoint of the run with the highest reward on the held-out set `name`, and its
     evaluation; None if no checkpoint has one."""
     checkpoints = directory / CHECKPOINTS
-    evals = read_lines(directory / "evals.jsonl", EvalRecord)
-    best = best_first(evals, complete_steps(checkpoints), name=name)
-    return (folder_of(checkpoints, best[0].step), best[0]) if best else None
+    best = best_of(directory, complete_steps(checkpoints), name=name)
+    return None if best is None else (folder_of(checkpoints, best.step), best)
+
+
+def best_of(directory: Path, steps: Sequence[int], *, name: str) -> EvalRecord | None:
+    """Returns the evaluation after one of `steps` with the highest reward on the held-out set `name`, of the run in
+    `directory`; None if there is none."""
+    best = best_first(read_lines(directory / "evals.jsonl", EvalRecord), steps, name=name)
+    return best[0] if best else None
 
 
 def _runs(folder: Path) -> Iterator[tuple[Path, RunInfo]]:

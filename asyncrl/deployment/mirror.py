@@ -45,7 +45,7 @@ from asyncrl.deployment.resuming import LINEAGE, SAMPLES
 from asyncrl.errors import ConfigError, FileRefused
 from asyncrl.learner.audit_records import AUDIT
 from asyncrl.learner.records import DATA, LOST_STEPS, EvalRecord, best_first, read_lines
-from asyncrl.run_files import RECORD_BYTES, UNREADABLE, opened, read, sizes_below
+from asyncrl.run_files import FILE_BYTES, RECORD_BYTES, UNREADABLE, opened, read, sizes_below
 from asyncrl.shown_text import redacted
 
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ records are sent whole, and must not take more than a twentieth of the thread's 
 RETRY_S, LONGEST_RETRY_S = 5.0, 300.0
 """First and longest wait after a failure. Each failure in a row doubles the wait."""
 RETRY_AT_END_S = 1.0
+AUDIT_BYTES = 2**32
+"""Largest file in audit/ that is read."""
 BEGIN_S = 30.0
 """Longest time that the start of the run waits for the first answer of the storage."""
 CHECKPOINT_NAME = re.compile(r"step-(\d{1,15})-[0-9a-f]{16}", re.ASCII)
@@ -106,7 +108,7 @@ def url_problem(url: str) -> str | None:
 
     scheme = url.partition("://")[0]
     if scheme in NO_STORAGE or scheme not in available_protocols():
-        return f"{url}: asyncrl cannot write to a {scheme}:// URL; use e.g. s3://, gs://, az:// or file://"
+        return f"{url}: asyncrl has no mirrors at {scheme}:// URLs; use e.g. s3://, gs://, az:// or file://"
     try:
         get_filesystem_class(scheme)
     except ImportError as error:  # its text names the package
@@ -212,7 +214,8 @@ class _Interrupted(Exception):
 class Mirror:
     """Sends the directory of the run with this `nonce` and `lineage` to `store`, from `start` to `finish`.
 
-    `keep` has the rules by which old checkpoints are deleted, in the mirror as in the directory.
+    `keep` has the rules by which old checkpoints are deleted, in the mirror as in the directory. `sent` gets the name
+    and the size in bytes of each file when it was sent.
     """
 
     def __init__(
@@ -223,17 +226,19 @@ class Mirror:
         nonce: str,
         lineage: Lineage,
         keep: CheckpointSection,
+        sent: Callable[[str, int], None] = lambda name, nbytes: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._path = path
         self._keep, self._lineage = keep, lineage
         self._owner = Owner(nonce, secrets.token_hex(8))
-        self._clock = clock
+        self._clock, self._note_sent = clock, sent
         self.reading: frozenset[int] = frozenset()
         """The step whose checkpoint is being sent. The keep rules must not delete it meanwhile: if sending takes longer
         than `checkpoint.keep` intervals, no checkpoint would ever be sent whole."""
-        self._found = False  # whether the content of the mirror is known
+        self.found = False
+        """Whether the content of the mirror is known."""
         self._sent: dict[str, Sent] = {}
         self._seen: dict[str, tuple[int, int]] = {}  # size and time of each record when this process sent it
         self._whole: dict[str, bool] = {}  # the mirror's checkpoints, and whether they are complete
@@ -265,7 +270,7 @@ class Mirror:
         self._thread.join(within_s)
         self._over.set()
         try:
-            missing = "" if self._refusal is not None else self._missing()
+            missing = "" if self._refusal is not None else self.missing()
         except Exception as error:  # the run itself has ended well
             logger.error(
                 "run.mirror: it is not known whether %s lacks files, because %s: %s",
@@ -276,11 +281,13 @@ class Mirror:
             return
         if missing:
             logger.error(
-                "run.mirror: %s lacks %s, because %s. Everything is in %s",
+                "run.mirror: %s lacks %s, because %s. Everything is in %s; to send it: asyncrl mirror %s %s",
                 self._store.url,
                 missing,
                 self._error or f"sending took longer than the {within_s:.0f} s that run.shutdown_grace_s left",
                 self._path,
+                self._path,
+                self._store.url,
             )
 
     def _work(self) -> None:
@@ -347,11 +354,11 @@ class Mirror:
 
         Raises ConfigError if another run or process writes the mirror, and the errors of the storage.
         """
-        if self._found and not self._has_owner():
+        if self.found and not self._has_owner():
             logger.warning("run.mirror: %s was emptied, so everything is sent there again", self._store.url)
-            self._found = False
-        changed = not self._found
-        if not self._found:
+            self.found = False
+        changed = not self.found
+        if not self.found:
             self._take()
         # Listed before the records are read, so that the records of all their steps are sent first.
         finished = self._finished()
@@ -384,10 +391,9 @@ class Mirror:
         parts = [name.split("/") for name in there if name.startswith(f"{CHECKPOINTS}/")]
         names = {name[1] for name in parts if len(name) > 2 and CHECKPOINT_NAME.fullmatch(name[1])}
         self._whole = {name: f"{CHECKPOINTS}/{name}/{COMPLETE}" in there for name in names}
-        with contextlib.suppress(*UNREADABLE):
-            sent = msgspec.json.decode(self._store.read(SENT) or b"{}", type=dict[str, Sent])
-            self._sent = {name: record for name, record in sent.items() if there.get(name) == record.nbytes}
-        self._found = True
+        sent = sent_records(self._store)
+        self._sent = {name: record for name, record in sent.items() if there.get(name) == record.nbytes}
+        self.found = True
         self._begun.set()
 
     def _check_run(self, owner: Owner | None, *, known: bool) -> None:
@@ -445,7 +451,7 @@ class Mirror:
 
     # --- records -----------------------------------------------------------------------------------------------------
 
-    def _records(self) -> list[str]:
+    def records(self) -> list[str]:
         """Returns the names of the records that the directory has now, in the order in which they are sent."""
         found = [name for name in RECORDS if (self._path / name).is_file()]
         for folder in (SAMPLES, AUDIT):
@@ -461,7 +467,7 @@ class Mirror:
     def _send_records(self) -> None:
         """Sends the records that have changed, and removes those that the directory no longer has."""
         self._check_owner()
-        started_s, names = self._clock(), self._records()
+        started_s, names = self._clock(), self.records()
         before = dict(self._sent)
         for name in names:
             path = self._path / name
@@ -471,6 +477,7 @@ class Mirror:
                 record = Sent(state[0], _checksum(path, inside=self._path, most=state[0]))
                 if self._sent.get(name) != record:
                     self._store.send(path, name)
+                    self._note_sent(name, record.nbytes)
             except FileNotFoundError:
                 if path.exists():  # the storage lacks something
                     raise
@@ -512,6 +519,7 @@ class Mirror:
                 if there.get(f"{remote}/{file}") != local[file]:
                     self._check_owner()
                     self._store.send(folder / file, f"{remote}/{file}")
+                    self._note_sent(f"{remote}/{file}", local[file])
                 if self._due():
                     self._send_records()
         except FileNotFoundError:
@@ -570,9 +578,9 @@ class Mirror:
             return False
         return True
 
-    def _missing(self) -> str:
+    def missing(self) -> str:
         """Returns what the mirror lacks, in words; empty if it has everything. Asks the directory only."""
-        states = {name: _state(self._path / name) for name in self._records()}
+        states = {name: _state(self._path / name) for name in self.records()}
         names = [name for name, state in states.items() if state is not None and self._seen.get(name) != state]
         names += [
             f"{CHECKPOINTS}/step-{step}" for name, (step, _) in self._finished().items() if not self._whole.get(name)
@@ -592,6 +600,19 @@ def lineage_of(store: Store) -> Lineage:
     """Returns the incarnations of the mirrored run."""
     content = store.read(LINEAGE)
     return Lineage() if content is None else msgspec.json.decode(content, type=Lineage)
+
+
+def sent_records(store: Store) -> dict[str, Sent]:
+    """Returns the records that the last complete pass of the mirror left there; none if `SENT` cannot be read."""
+    try:
+        return msgspec.json.decode(store.read(SENT) or b"{}", type=dict[str, Sent])
+    except UNREADABLE:
+        return {}
+
+
+def most_bytes(name: str) -> int:
+    """Returns the largest size in bytes of the record `name` that is read."""
+    return AUDIT_BYTES if name.startswith(f"{AUDIT}/") else FILE_BYTES
 
 
 def wait_s(failures: int) -> float:

@@ -23,6 +23,7 @@ the same directory. If a record cannot be written (F27), the error is reported, 
 continues (`RecordFile`).
 """
 
+import contextlib
 import fcntl
 import functools
 import logging
@@ -35,7 +36,7 @@ import stat
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
@@ -118,16 +119,7 @@ def take(path: Path, info: RunInfo, *, checkpoint: Callable[[], Resumed | None])
     previous: Path | None = None
     while True:
         path.mkdir(parents=True, exist_ok=True)
-        lock = opened_to_append(path / "lock")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            holder = lock.read().decode(errors="replace").strip() or "a process that has not written its pid yet"
-            lock.close()
-            raise RunLocked(
-                f"run.name: {path} is in use by {holder}; wait until that run ends, end it, or choose another run.name"
-            ) from None
+        lock = _locked(path)
         # Another process may have moved the directory aside between our open and our flock. Our lock is then on a file
         # in the moved directory and does not protect `path`, so try again.
         try:
@@ -154,6 +146,29 @@ def take(path: Path, info: RunInfo, *, checkpoint: Callable[[], Resumed | None])
             lock.flush()
             sync(path.parent)  # so that the name of a new directory survives a crash of the machine
             return Taken(lock, previous, resumed)
+
+
+def _locked(path: Path) -> BinaryIO:
+    """Locks the directory `path`. Raises RunLocked if another process has locked it."""
+    lock = opened_to_append(path / "lock")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().decode(errors="replace").strip() or "a process that has not written its pid yet"
+        lock.close()
+        raise RunLocked(
+            f"run.name: {path} is in use by {holder}; wait until that run ends, end it, or choose another run.name"
+        ) from None
+    return lock
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Locks the directory of an ended run within the block, so that the run does not go on there. Raises RunLocked if
+    the run lives."""
+    with _locked(path):
+        yield
 
 
 def _has_records(path: Path) -> bool:

@@ -5,10 +5,13 @@ Ray and vLLM make Unix sockets there, and Linux limits the path of a socket to 1
 
 import logging
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from asyncrl.errors import RunError
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +46,35 @@ def ray_folder() -> tuple[Path, str]:
     return Path("/tmp"), ""
 
 
-def close_to_others(folder: Path) -> None:
-    """Removes the rights of all other users on the session folder of a Ray that this process started.
+def private_folder() -> Path:
+    """Returns the folder below which a Ray of this user makes its folder `ray`. It may not exist yet.
 
-    Ray lets every user of the machine write there (mode 0777), and the logs of its workers may quote prompts. A folder
-    in which no mode can be set is left as it is, with a warning.
+    Ray lets every user of the machine write to its folder (mode 0777), where another user could replace a socket, and
+    the logs of its workers may quote prompts. So no other user may enter the folder above it: that is the one of
+    `ray_folder` if it is so, else a folder of this user's own in it.
     """
+    folder, _ = ray_folder()
+    return folder if _is_private(folder) else folder / f"asyncrl-{os.getuid()}"
+
+
+def make_private_folder() -> Path:
+    """Makes the folder of `private_folder` and returns it. Raises RunError if it is of another user.
+
+    A folder in which no mode can be set is used as it is, with a warning.
+    """
+    folder = private_folder()
+    try:
+        folder.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise RunError(f"{folder} cannot be made ({error.strerror}): set RAY_TMPDIR to a folder of yours") from error
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise RunError(
+            f"{folder}, in which Ray would make its sockets, is not a folder of yours: remove it, or set RAY_TMPDIR to "
+            "a folder that only you can enter"
+        )
     try:
         folder.chmod(0o700)
     except OSError as error:
@@ -58,6 +84,16 @@ def close_to_others(folder: Path) -> None:
             folder,
             error.strerror,
         )
+    return folder
+
+
+def _is_private(folder: Path) -> bool:
+    """Returns whether `folder` is of this user, and no other user has a right on it."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
 def temporary_folder_problems(*, ray: bool = True, vllm: bool = True) -> list[FolderProblem]:
@@ -85,7 +121,9 @@ def temporary_folder_problems(*, ray: bool = True, vllm: bool = True) -> list[Fo
 def _problems(user: str, folder: Path, variable: str) -> Iterator[FolderProblem]:
     named = f"{variable} = {folder}" if variable else f"the folder for temporary files, {folder}"
     choose = "set RAY_TMPDIR (for Ray) or TMPDIR (for all programs)" if user == "Ray" else "set TMPDIR"
-    size, longest = len(os.fsencode(folder)), LONGEST_FOLDERS[user]
+    used = private_folder() if user == "Ray" else folder
+    size, below = len(os.fsencode(folder)), len(os.fsencode(used)) - len(os.fsencode(folder))
+    longest = LONGEST_FOLDERS[user] - below
     if size > longest:
         yield FolderProblem(
             what=f"{named}: has {size} bytes, so {user} cannot make its sockets there (at most {longest})",
@@ -93,7 +131,7 @@ def _problems(user: str, folder: Path, variable: str) -> Iterator[FolderProblem]
         )
     if not folder.is_absolute():
         yield FolderProblem(what=f"{named}: is not an absolute path", fix=f"{choose} to an absolute path, such as /tmp")
-    target = folder / "ray" if user == "Ray" else folder
+    target = used / "ray" if user == "Ray" else folder
     existing = next((each for each in (target, *target.parents) if os.path.lexists(each)), target)
     elsewhere = f"{choose} to a folder of yours on a disk with space"
     try:

@@ -65,7 +65,7 @@ def test_a_run_goes_on_from_its_mirror_alone_after_each_kill(tmp_path: Path, mon
         machine.mkdir()
         monkeypatch.chdir(machine)
         shutil.rmtree(tmp_path / f"machine-{number - 1}")
-        directory = fetched(url, [], step=None)
+        directory = fetched(url, [], step=None, report=print)
         [step] = complete_steps(directory / "checkpoints")
         assert step >= newest, "a kill loses no checkpoint that the mirror had"
         newest = step

@@ -394,6 +394,6 @@ def test_a_tied_model_with_a_second_head_is_refused(tied: bool, tmp_path: Path) 
 def test_a_mirror_that_cannot_work_is_missed_where_the_learner_runs() -> None:
     overrides = ("run.mirror=s4://bucket/quickstart",)
     [line] = missing(*overrides)
-    assert line.startswith("run.mirror = s4://bucket/quickstart: asyncrl cannot write to a s4:// URL")
+    assert line.startswith("run.mirror = s4://bucket/quickstart: asyncrl has no mirrors at s4:// URLs")
     assert missing(*overrides, roles=(Role.GENERATOR,)) == []
     assert missing("run.mirror=file:///tmp/quickstart") == []

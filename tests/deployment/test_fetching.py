@@ -3,7 +3,7 @@
 import logging
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -43,12 +43,16 @@ def first(tmp_path: Path) -> RunDir:
     return run
 
 
+def fetch(url: str, overrides: Sequence[str], *, step: int | None) -> Path:
+    return fetched(url, overrides, step=step, report=print)
+
+
 def resumed(directory: Path, *, step: int | None = None) -> RunDir:
     return RunDir.create(config_in(directory.parent), choose=partial(chosen_checkpoint, step=step))
 
 
 def test_the_run_goes_on_from_the_newest_checkpoint_with_its_records(first: RunDir) -> None:
-    directory = fetched(URL, [], step=None)
+    directory = fetch(URL, [], step=None)
     assert directory == Path("runs/quick")
     assert complete_steps(directory / "checkpoints") == [4]
     assert directory.stat().st_mode & 0o777 == 0o700
@@ -65,12 +69,12 @@ def test_the_run_goes_on_from_the_newest_checkpoint_with_its_records(first: RunD
 
 
 def test_a_checkpoint_can_be_named(first: RunDir) -> None:
-    assert complete_steps(fetched(URL, [], step=2) / "checkpoints") == [2]
+    assert complete_steps(fetch(URL, [], step=2) / "checkpoints") == [2]
 
 
 def test_the_folder_and_the_name_are_those_of_the_user(first: RunDir, tmp_path: Path) -> None:
     """The configuration in the mirror names the folder of another machine."""
-    directory = fetched(URL, [f"run.dir={tmp_path}/mine", "run.name=other"], step=None)
+    directory = fetch(URL, [f"run.dir={tmp_path}/mine", "run.name=other"], step=None)
     assert directory == tmp_path / "mine" / "other"
     assert complete_steps(directory / "checkpoints") == [4]
 
@@ -88,7 +92,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
         nonce = first.nonce.encode()  # of another run, in a manifest that can be read
         changed = before.replace(nonce, b"0" * 16) if file == "manifest.json" else before[:-1] + b"x"
         MemoryFileSystem().pipe_file(path, changed)
-    assert complete_steps(fetched(URL, [], step=None) / "checkpoints") == [2]
+    assert complete_steps(fetch(URL, [], step=None) / "checkpoints") == [2]
     warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert ["cannot be used" in text for text in warned] == ([] if (file, damage) == ("COMPLETE", "gone") else [True])
 
@@ -98,7 +102,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_no_older_one_is_taken(fi
     write(path, msgspec.structs.replace(verified(path), schema=1), fill=lambda path: None)
     mirror_of(first).pass_once()
     with pytest.raises(CheckpointOfOtherFormat, match=f"wrote the checkpoint {URL}/.*step-4.* in format 1"):
-        fetched(URL, [], step=None)
+        fetch(URL, [], step=None)
     assert not Path("runs/quick").exists()
 
 
@@ -108,48 +112,48 @@ def test_a_checkpoint_of_lost_weights_is_not_taken(first: RunDir, tmp_path: Path
         assert again.lineage.branches == (Version(1, 2),)
         mirror_of(again).pass_once()
         assert b"step-2-" in content()["latest.json"]
-    assert complete_steps(fetched(URL, [], step=None) / "checkpoints") == [2]
+    assert complete_steps(fetch(URL, [], step=None) / "checkpoints") == [2]
 
 
 def test_a_directory_of_the_run_is_used_and_not_fetched_again(first: RunDir) -> None:
-    directory = fetched(URL, [], step=None)
+    directory = fetch(URL, [], step=None)
     with resumed(directory) as run:
         train(run, range(4, 5))
     before = MemoryFileSystem.store.copy()
-    assert fetched(URL, [], step=None) == directory
+    assert fetch(URL, [], step=None) == directory
     assert len(read_lines(directory / "steps.jsonl", StepRecord)) == 5
     assert MemoryFileSystem.store == before
 
 
 def test_a_directory_that_is_older_than_the_mirror_or_of_another_run_is_refused(first: RunDir, tmp_path: Path) -> None:
-    with resumed(fetched(URL, [], step=None)) as run:
+    with resumed(fetch(URL, [], step=None)) as run:
         mirror_of(run).pass_once()
     with pytest.raises(RunError, match=r"is older than memory://bucket/quick: the run was resumed elsewhere"):
-        fetched(URL, [f"run.dir={first.path.parent}"], step=None)
+        fetch(URL, [f"run.dir={first.path.parent}"], step=None)
     with new_run(tmp_path / "second") as other, pytest.raises(RunError, match="is not of the run that is mirrored at"):
-        fetched(URL, [f"run.dir={other.path.parent}"], step=None)
+        fetch(URL, [f"run.dir={other.path.parent}"], step=None)
 
 
 def test_a_directory_without_the_newest_checkpoint_of_the_mirror_is_refused(first: RunDir) -> None:
     """The same incarnation may have trained on another machine, to which the directory was copied."""
     here = [f"run.dir={first.path.parent}"]
-    assert fetched(URL, here, step=None) == first.path
+    assert fetch(URL, here, step=None) == first.path
     shutil.rmtree(first.checkpoints / "step-4")
     with pytest.raises(RunError, match=r"has a checkpoint of step 4: move the directory away, and give this command"):
-        fetched(URL, here, step=None)
+        fetch(URL, here, step=None)
 
 
 def test_a_later_checkpoint_of_lost_weights_does_not_make_the_mirror_newer(first: RunDir, tmp_path: Path) -> None:
     with RunDir.create(config_in(tmp_path / "first"), choose=partial(chosen_checkpoint, step=2)) as again:
         mirror_of(again).pass_once()
     assert {name.split("/")[1][:6] for name in content() if name.startswith("checkpoints/")} == {"step-2", "step-4"}
-    assert fetched(URL, [f"run.dir={first.path.parent}"], step=None) == first.path
+    assert fetch(URL, [f"run.dir={first.path.parent}"], step=None) == first.path
 
 
 def test_of_two_machines_that_resume_from_one_checkpoint_the_second_does_not_take_the_mirror(
     first: RunDir, tmp_path: Path
 ) -> None:
-    places = [fetched(URL, [f"run.dir={tmp_path / name}"], step=None) for name in ("a", "b")]
+    places = [fetch(URL, [f"run.dir={tmp_path / name}"], step=None) for name in ("a", "b")]
     with resumed(places[0]) as run, resumed(places[1]) as late:
         assert run.lineage == late.lineage
         mirror_of(run).pass_once()
@@ -171,19 +175,19 @@ def test_of_two_fetches_at_once_one_gets_the_directory_and_the_other_says_so(
     def twice(fs: MemoryFileSystem, path: str, *arguments: object, **named: object) -> object:
         if path.endswith("policy/weights") and not inner:
             inner.append("begun")
-            inner.append(str(fetched(URL, [], step=None)))
+            inner.append(str(fetch(URL, [], step=None)))
         return opened(fs, path, *arguments, **named)
 
     monkeypatch.setattr(MemoryFileSystem, "_open", twice)
     with pytest.raises(RunError, match="because the run was fetched twice at once: give this command again"):
-        fetched(URL, [], step=None)
+        fetch(URL, [], step=None)
     assert inner == ["begun", "runs/quick"]
     assert complete_steps(elsewhere / "runs" / "quick" / "checkpoints") == [4]
     assert [path.name for path in (elsewhere / "runs").iterdir()] == ["quick"]
 
 
 def test_a_learner_whose_run_went_on_elsewhere_does_not_write_over_it(first: RunDir, tmp_path: Path) -> None:
-    with resumed(fetched(URL, [], step=2)) as run:
+    with resumed(fetch(URL, [], step=2)) as run:
         mirror_of(run).pass_once()
     before = content()
     with (
@@ -206,7 +210,7 @@ def test_a_url_without_a_run_is_refused_and_leaves_nothing(
 ) -> None:
     change(MemoryFileSystem.store)
     with pytest.raises(AsyncRLError, match=re.escape(error)):
-        fetched(URL, [], step=None)
+        fetch(URL, [], step=None)
     assert [path for path in elsewhere.rglob("*") if path.is_file() or "quick" in path.name] == []
 
 
@@ -224,18 +228,18 @@ def test_a_storage_that_fails_now_ends_the_fetch_and_the_next_one_succeeds(
     with monkeypatch.context() as patched:
         patched.setattr(MemoryFileSystem, "_open", failing)
         with pytest.raises(RunError, match=r"cannot be read \(TimeoutError: no answer\): check the URL, and the keys"):
-            fetched(URL, [], step=None)
+            fetch(URL, [], step=None)
     assert not (elsewhere / "runs" / "quick").exists()
     (elsewhere / "runs" / "quick").mkdir()
-    assert complete_steps(fetched(URL, [], step=None) / "checkpoints") == [4]
+    assert complete_steps(fetch(URL, [], step=None) / "checkpoints") == [4]
     assert [path.name for path in (elsewhere / "runs").iterdir()] == ["quick"]
 
 
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
-        ("s4://bucket/x", "s4://bucket/x: asyncrl cannot write to a s4:// URL; use e.g. s3://"),
-        ("https://server/x", "https://server/x: asyncrl cannot write to a https:// URL; use e.g. s3://"),
+        ("s4://bucket/x", "s4://bucket/x: asyncrl has no mirrors at s4:// URLs; use e.g. s3://"),
+        ("https://server/x", "https://server/x: asyncrl has no mirrors at https:// URLs; use e.g. s3://"),
         ("sftp://server/x", 'sftp://server/x: the package for sftp:// URLs is missing: SFTPFileSystem requires "param'),
         ("file:///folder", None),
         (URL, None),
@@ -247,7 +251,7 @@ def test_a_url_that_cannot_work_is_refused_in_a_sentence(url: str, problem: str 
     assert (found is None) == (problem is None)
     if problem is not None:
         with pytest.raises(ConfigError, match=re.escape(problem)):
-            fetched(url, [], step=None)
+            fetch(url, [], step=None)
 
 
 @pytest.mark.parametrize("text", ["quickstart", "bucket/quickstart", "s3:/bucket/x", "s3::memory://x", "s3://a b"])

@@ -426,7 +426,7 @@ def test_an_error_while_the_directory_is_compared_at_the_end_does_not_fail_the_r
     with new_run(tmp_path, steps=1) as run:
         mirror = mirror_of(run)
         mirror.start()
-        monkeypatch.setattr(module.Mirror, "_missing", failed)
+        monkeypatch.setattr(module.Mirror, "missing", failed)
         mirror.finish(within_s=60)
     assert "it is not known whether memory://bucket/quick lacks files, because OSError: stale file ha" in caplog.text
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from asyncrl.deployment import cluster, local_clusters
-from asyncrl.deployment.temporary_folders import close_to_others
 from asyncrl.errors import RunError
 
 SetVariable = Callable[[str, str], None]
@@ -109,26 +108,6 @@ def test_a_ray_at_another_address_than_ours_is_ended(monkeypatch: pytest.MonkeyP
     with pytest.raises(RunError, match=r"asked to listen at 127\.0\.0\.1 but listens at 192\.0\.2\.2:6379"):
         cluster.check_own_address("192.0.2.2:6379")
     assert ended == [True]
-
-
-@pytest.mark.parametrize("mode", [0o777, 0o755, 0o770, 0o700, 0o1777])
-def test_other_users_cannot_enter_the_session_folder(mode: int, tmp_path: Path) -> None:
-    folder = tmp_path / "session"
-    (folder / "logs").mkdir(parents=True)
-    folder.chmod(mode)
-    close_to_others(folder)
-    assert folder.stat().st_mode & 0o7777 == 0o700
-
-
-def test_a_session_folder_without_modes_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def no_modes(*_: object, **__: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(Path, "chmod", no_modes)
-    close_to_others(tmp_path)
-    assert f"Ray's files in {tmp_path} (Operation not permitted); set RAY_TMPDIR" in caplog.text
 
 
 def test_loopback_is_itself_while_ray_starts_and_joins_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,14 @@ from typer.testing import CliRunner
 
 from asyncrl.cli.main import app
 from asyncrl.deployment import temporary_folders
-from asyncrl.deployment.temporary_folders import LONGEST_FOLDERS, ray_folder, temporary_folder_problems
+from asyncrl.deployment.temporary_folders import (
+    LONGEST_FOLDERS,
+    make_private_folder,
+    private_folder,
+    ray_folder,
+    temporary_folder_problems,
+)
+from asyncrl.errors import RunError
 
 SetVariable = Callable[[str, str], None]
 
@@ -34,8 +41,74 @@ def long_folder(size: int) -> str:
     """Returns the path of a new folder with `size` bytes."""
     base = tempfile.mkdtemp(dir="/tmp")
     folder = Path(base, "x" * (size - len(base) - 1))
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
     return str(folder)
+
+
+@pytest.fixture
+def base(tmp_path: Path, set_variable: SetVariable) -> Path:
+    """The folder of RAY_TMPDIR, in which every user may make files, as in /tmp."""
+    folder = tmp_path / "t"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    set_variable("RAY_TMPDIR", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o755, 0o770, 0o701, 0o1777])
+def test_ray_starts_below_a_folder_that_only_its_user_can_enter(mode: int, base: Path) -> None:
+    base.chmod(mode)
+    wanted = base / f"asyncrl-{os.getuid()}"
+    assert private_folder() == wanted
+    for _ in range(2):
+        assert make_private_folder() == wanted
+        assert wanted.stat().st_mode & 0o7777 == 0o700
+        wanted.chmod(0o755)  # another program has opened it
+
+
+def test_a_folder_that_only_its_user_can_enter_is_used_as_it_is(base: Path) -> None:
+    base.chmod(0o700)
+    assert make_private_folder() == private_folder() == base
+    assert list(base.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["a link", "a file", "of another user"])
+def test_a_folder_that_another_user_has_prepared_is_refused(
+    kind: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = base / f"asyncrl-{os.getuid()}"
+    if kind == "a link":
+        (tmp_path / "elsewhere").mkdir(mode=0o777)
+        place.symlink_to(tmp_path / "elsewhere")
+    elif kind == "a file":
+        place.touch()
+    else:
+        place.mkdir(mode=0o777)
+        other = os.getuid() + 1
+        monkeypatch.setattr(os, "getuid", lambda: other)
+        place.rename(base / f"asyncrl-{os.getuid()}")
+    with pytest.raises(RunError, match=r"is not a folder of yours: remove it, or set RAY_TMPDIR"):
+        make_private_folder()
+
+
+def test_a_folder_without_modes_is_named(
+    base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_modes(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "chmod", no_modes)
+    folder = make_private_folder()
+    assert f"Ray's files in {folder} (Operation not permitted); set RAY_TMPDIR" in caplog.text
+
+
+def test_the_sockets_of_a_private_folder_count_with_its_name(tmp_path: Path, set_variable: SetVariable) -> None:
+    folder = Path(long_folder(LONGEST_FOLDERS["Ray"]))
+    set_variable("RAY_TMPDIR", str(folder))
+    assert texts(vllm=False) == []
+    folder.chmod(0o755)
+    longest = LONGEST_FOLDERS["Ray"] - len(f"/asyncrl-{os.getuid()}")
+    assert f"(at most {longest})" in texts(vllm=False)[0]
 
 
 @pytest.mark.parametrize("variable", ["", "TMPDIR", "RAY_TMPDIR"])

@@ -40,7 +40,7 @@ for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
             if connection.status == psutil.CONN_LISTEN
         ]
 print(json.dumps({"address": address, "listening": listening, "niceness": niceness, "commands": commands,
-                  "mode": os.stat(session_folder).st_mode & 0o777}), flush=True)
+                  "mode": os.stat(os.path.join(session_folder, "..", "..")).st_mode & 0o777}), flush=True)
 sys.stdin.read()
 """
 README = REPOSITORY / "README.md"
@@ -111,7 +111,7 @@ def test_nothing_of_it_listens_beyond_this_machine(own_ray: tuple[dict[str, Any]
     assert beyond == []
 
 
-def test_other_users_cannot_enter_its_folder(own_ray: tuple[dict[str, Any], Path]) -> None:
+def test_other_users_cannot_enter_the_folder_above_its_own(own_ray: tuple[dict[str, Any], Path]) -> None:
     said, _ = own_ray
     assert said["mode"] == 0o700
 

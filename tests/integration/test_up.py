@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from conftest import PPO, QUICKSTART, Command, Run, engines_of, in_this_process, small_overrides
 from kills import ray_session
+from listening_sockets import COLLECTIVES, Listener, documented, listeners
 from prometheus_server import PrometheusServer, free_port
 from queries import concrete, panel_questions, parsed, rule_questions, selectors
 
@@ -59,11 +60,12 @@ WARM_UP_STEPS = 4
 class WatchedRun(NamedTuple):
     """A run that has ended, and the Prometheus that scraped it. `served` is the learner's answer to `GET /sd`. `second`
     are exit code and output of a second run on the same directory, and `stacks` is the output of `asyncrl stacks`. Both
-    commands ran while the run lived."""
+    commands ran while the run lived. `listening` are its listening sockets after its first step."""
 
     path: Path
     second: tuple[int, str]
     stacks: str
+    listening: set[Listener]
     prometheus: PrometheusServer | None
     served: list[dict[str, Any]]
     since_s: float
@@ -108,7 +110,7 @@ def watched(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         """Keeps what it has seen once: on a busy machine, the engine may end before the targets agree."""
         nonlocal session
         with contextlib.suppress(RuntimeError):  # this run has not started Ray yet
-            session = session or ray_session(command.process)
+            session = ray_session(command.process)  # of another attempt, if Ray did not start within its limit
             engines.update(engines_of(session))
         with contextlib.suppress(OSError):
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/sd", timeout=60) as response:
@@ -127,9 +129,13 @@ def watched(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             second.end()
         command.wait_for(all_are_seen, timeout_s=600, what="an engine, and the same targets in the file and over HTTP")
         stacks = in_this_process("stacks", str(run))
+        command.wait_for((run / "steps.jsonl").exists, timeout_s=600, what="a first step")
+        targets_of = [group["targets"] for group in served if group["labels"]["role"] != "ray"]
+        ports = {int(target.rpartition(":")[2]) for targets in targets_of for target in targets}
+        listening = listeners([command.process], metrics=ports)
         assert command.wait(600) == 0, command.output()[-4000:]
         assert not engines_of(session), "an engine outlived its run"
-        yield WatchedRun(run, refused, stacks, prometheus, served, since_s, time.time())
+        yield WatchedRun(run, refused, stacks, listening, prometheus, served, since_s, time.time())
     finally:
         command.end()
         if prometheus is not None:
@@ -186,6 +192,13 @@ def test_the_stacks_of_all_of_its_processes_are_shown_while_it_lives(watched: Wa
     ):
         assert any(part in title for title in titles), f"{part} in {titles}"
     assert "run_until_done (asyncrl/deployment/launch.py" in watched.stacks
+
+
+def test_the_processes_of_a_run_listen_where_the_security_page_says(watched: WatchedRun) -> None:
+    """The table has a row for each process that listens, and no other row."""
+    assert watched.listening == documented()
+    of_the_model = {row.process: row.address for row in watched.listening if row.process in COLLECTIVES}
+    assert of_the_model == dict.fromkeys(COLLECTIVES, "127.0.0.1")
 
 
 SLACK_S = 0.5

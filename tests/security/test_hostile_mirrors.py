@@ -1,10 +1,12 @@
 """`asyncrl resume URL` on a mirror that another person has made: it ends with one sentence or fetches the run. It
-writes no file outside of the run's directory, and reads none outside of the mirror."""
+writes no file outside of the run's directory, and reads none outside of the mirror. The same holds for the commands
+that read a mirror."""
 
 import os
 import re
 import resource
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from asyncrl.cli.main import app
 SECRET = b"a line of a file that is not in the mirror\n"
 LIMIT_BYTES = 2**28
 ELSEWHERE = ("../secret.txt", "../../../secret.txt", "../../../../evil", "/tmp/evil-of-a-mirror", "a/../../b")
+READING = (["samples"], ["audit"], ["report"], ["export", "weights"], ["compare"])
+"""Commands that fetch a mirror into a temporary folder, with their words after the URL."""
 Change = Callable[[Path], None]
 
 
@@ -180,6 +184,40 @@ def test_a_hostile_mirror_makes_one_sentence_and_touches_nothing_outside(name: s
         assert {path.name for path in fetched} >= {"config.yaml", "run.json", "weights", "manifest.json", "COMPLETE"}
 
 
+@pytest.mark.parametrize(("number", "name"), list(enumerate(INPUTS)))
+def test_a_command_that_reads_a_hostile_mirror_leaves_nothing_of_it(
+    number: int, name: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each input gets two of the commands."""
+    INPUTS[name](here / "mirror")
+    (here / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(here / "temporary"))
+    before = outside(here)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for words in (READING[number % len(READING)], READING[(number + 1) % len(READING)]):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT_BYTES, limits[1]))
+        try:
+            result = CliRunner().invoke(app, [words[0], f"file://{here}/mirror", *words[1:]])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert isinstance(result.exception, SystemExit | None), result.exception
+        assert result.exit_code in (0, 1, 2)
+        assert "Traceback" not in result.output
+        errors = [line for line in result.output.splitlines() if "error:" in line]
+        assert len(errors) <= 1, errors
+        assert result.exit_code == 0 or errors or "FAILED" in result.output, result.output
+        assert SECRET.decode().strip() not in result.output
+        assert list((here / "temporary").glob("asyncrl-*")) == []
+        after = outside(here)
+        written = {path: after.pop(path) for path in after.keys() - before.keys()}
+        assert after == before
+        assert {Path(path).relative_to(here).parts[0] for path in written} <= {"work"}
+        assert all(SECRET not in content for content in written.values())
+        assert not Path("/tmp/evil-of-a-mirror").exists()
+        for path in written:
+            Path(path).unlink()
+
+
 @pytest.mark.parametrize(
     "name", ["samples/../../../evil", "samples//x", "audit/./x", "samples/a\nb", "../evil", "lock"]
 )
@@ -194,9 +232,11 @@ def test_a_name_in_an_object_store_cannot_lead_elsewhere(
             fs.pipe_file(f"/bucket/quick/{path.relative_to(here / 'mirror')}", path.read_bytes())
     fs.store[f"/bucket/quick/{name}"] = fs.store["/bucket/quick/run.json"]
     before = outside(here)
-    result = CliRunner().invoke(app, ["resume", URL])
-    assert outside(here) == before
-    if name.startswith(("samples", "audit")):
-        assert result.exit_code == 1
-        assert "and no file of a run has such a name" in result.stderr
+    for command in ("resume", "audit" if name.startswith("audit") else "report"):
+        result = CliRunner().invoke(app, [command, URL])
+        Path("report.html").unlink(missing_ok=True)
+        assert outside(here) == before
+        if name.startswith(("samples", "audit")):
+            assert result.exit_code == 1
+            assert "and no file of a run has such a name" in result.stderr
     assert not (here / "work" / "runs" / "quick" / "lock").exists()

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hostile_runs import INPUTS, SECRET, Change, outside, write_run
 from typer.testing import CliRunner
 
@@ -32,6 +33,8 @@ LIMIT_S = 60
 MEMORY_KIB = 500 * 1024
 LONGEST_LINE = 1200
 
+MIRROR = "memory://of/evil"
+
 Commands = Sequence[Sequence[str]]
 OF_EVERY_INPUT: Commands = (
     ("status", "runs/evil"),
@@ -43,6 +46,7 @@ BY_TURNS: Sequence[Commands] = (
     (("report", "runs/evil"), ("config", "show", "-c", "runs/evil/config.yaml"), ("stacks", "runs/evil")),
     (("compare", "runs/good", "runs/evil"), ("top", "runs/evil", "--once"), ("samples", "runs/evil")),
     (("status", "runs/evil", "--json"), ("export", "runs/evil", "weights"), ("down", "runs/evil")),
+    (("mirror", "runs/evil", MIRROR), ("audit", MIRROR), ("samples", MIRROR), ("report", MIRROR)),
 )
 """Each input gets one of them after the others: each makes a report, which takes most of the time."""
 ALL: Commands = [*OF_EVERY_INPUT, *chain.from_iterable(BY_TURNS)]
@@ -71,6 +75,7 @@ def evil(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
     monkeypatch.setattr("asyncrl.deployment.cluster.join", refuse)  # no test joins a cluster of this machine
     return tmp_path / "runs" / "evil"
 
@@ -97,6 +102,7 @@ def test_every_command_ends_with_one_sentence_and_touches_nothing_outside(
         assert max(map(len, errors), default=0) <= LONGEST_LINE, (command, errors)
         assert result.exit_code == 0 or errors or "FAILED" in result.output, (command, result.output)
         assert (contents(outside(evil)), contents(evil.parent / "good")) == before, command
+        assert all(SECRET not in file.getvalue() for file in MemoryFileSystem.store.values()), command
         if Path("weights").exists():
             assert SECRET not in contents(Path("weights")).values(), command
             shutil.rmtree("weights")
