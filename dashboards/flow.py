@@ -100,9 +100,10 @@ ROWS = {
         ),
         lines(
             "Replicas",
-            "Replicas that are registered at the buffer, by state. A silent replica sends no heartbeats. One that is "
-            "quarantined gets no groups; its deployment starts it again.",
+            "Replicas that are registered at the buffer, by state, and how many there should be. A silent replica "
+            "sends no heartbeats. One that is quarantined gets no groups; its deployment starts it again.",
             Query(now("asyncrl_replicas", RUN, by="state"), "{{state}}"),
+            Query(now("asyncrl_wanted_replicas", RUN), "wanted"),
             unit="suffix: replicas",
             span=6,
         ),

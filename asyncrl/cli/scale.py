@@ -35,7 +35,8 @@ def scale(
     resources on the Ray cluster, and generate as soon as they have loaded the present weights. If there are fewer
     replicas than before, the largest deployment shrinks first. It ends replicas that do not generate, and then its
     youngest ones. These finish their groups first, in at most `generator.rollout_timeout_s`. A run that is restarted
-    begins with the number in its configuration again.
+    begins with the number in its configuration again. With `generator.autoscale`, the run changes the number itself,
+    and the number given here must be between its limits.
     """
     from asyncrl.deployment.known_runs import named_run
 
@@ -45,7 +46,8 @@ def scale(
     client = joined_run(directory, address)
     from asyncrl.coordinator.registry import Registry
 
-    wanted = asyncio.run(client.call(Registry.scale, replicas))
+    because = f"`asyncrl scale` asked for {replicas} {'replica' if replicas == 1 else 'replicas'}"
+    wanted = asyncio.run(client.call(Registry.scale, replicas, because=because))
     for deployment, count in wanted.items():
         say(f"{deployment}: {count} {'replica' if count == 1 else 'replicas'}")
     if wait:
@@ -56,7 +58,7 @@ def scale(
 
 
 def _replicas(size: str) -> int:
-    from asyncrl.coordinator.registry import MOST_REPLICAS
+    from asyncrl.config.schema import MOST_REPLICAS
 
     found = re.fullmatch(r"generators=(\d+)", size)
     if found is None:

@@ -330,6 +330,23 @@ def _generator(config: Config) -> Iterator[str]:
     yield from filters_without_top_k(generator)
 
 
+def _autoscale(config: Config) -> Iterator[str]:
+    replicas, limits = config.generator.replicas, config.generator.autoscale
+    if limits is None:
+        return
+    if limits.min > limits.max:
+        yield (
+            f"generator.autoscale.min = {limits.min}: must be at most generator.autoscale.max = {limits.max}; lower "
+            "it, or raise generator.autoscale.max"
+        )
+    elif not limits.min <= replicas <= limits.max:
+        yield (
+            f"generator.replicas = {replicas}: must be from generator.autoscale.min = {limits.min} to "
+            f"generator.autoscale.max = {limits.max}, because the run begins with this number; set it to such a "
+            "number, or change the limits"
+        )
+
+
 def filters_without_top_k(generator: GeneratorSection) -> Iterator[str]:
     """Yields what is wrong with `generator.top_p` and `generator.min_p` if `generator.top_k` is not set."""
     for key, default in (("top_p", 1.0), ("min_p", 0.0)):
@@ -715,6 +732,13 @@ def _warnings(config: Config) -> Iterator[str]:
             f"learner.groups_per_step = {admissible}, the most groups that the staleness limit admits: a replica can "
             "never use the rest"
         )
+    if (scale := config.generator.autoscale) is not None and (scale.max - 1) * slots >= capacity:
+        yield (
+            f"generator.autoscale.max = {scale.max}: {math.ceil(capacity / slots)} replicas of "
+            f"generator.max_concurrent_groups = {slots} take all {capacity} groups that the buffer admits, so the pool "
+            "does not grow beyond that number; lower generator.max_concurrent_groups to what keeps an engine busy, or "
+            "raise staleness.max_versions"
+        )
     if config.data.max_prompt_tokens + config.generator.max_completion_tokens > config.model.max_length:
         yield (
             f"data.max_prompt_tokens {config.data.max_prompt_tokens} + generator.max_completion_tokens "
@@ -750,6 +774,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _model,
     _audit,
     _generator,
+    _autoscale,
     engine_args_violations,
     tool_parser_violations,
     _shares,

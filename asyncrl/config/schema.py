@@ -448,6 +448,23 @@ class DataSection(DatasetSection):
     step."""
 
 
+MOST_REPLICAS = 10_000
+"""Largest number of replicas of a run. More were never tried."""
+
+
+class AutoscaleSection(Section):
+    """A pool of generators that changes its size by itself: a replica is added while the learner waits for groups, and
+    one is drained while the staleness limit or a full buffer blocks the replicas (docs/runs.md)."""
+
+    min: PositiveInt = 1
+    """Smallest number of replicas of all generator deployments together."""
+    max: Annotated[int, Field(ge=1, le=MOST_REPLICAS)]
+    """Largest number of replicas of all generator deployments together."""
+    dwell_s: Annotated[float, Field(ge=10)] = 120.0
+    """Least time between two changes, seconds. A decision is about the steps of at least this time, and of at least two
+    whole steps."""
+
+
 class GeneratorSection(Section):
     """The generator pool. Each replica is a vLLM engine with its rollout loop."""
 
@@ -455,6 +472,9 @@ class GeneratorSection(Section):
     """Engines that one generator deployment starts."""
     min_replicas: Annotated[PositiveInt, PER_DEPLOYMENT] = 1
     """Minimum number of live engines. With fewer for `replace_timeout_s`, the deployment ends with an error."""
+    autoscale: AutoscaleSection | None = None
+    """Limits between which the number of replicas follows the speed of the learner. Unset: the number stays, until
+    `asyncrl scale` changes it."""
     max_concurrent_groups: Annotated[PositiveInt, PER_DEPLOYMENT] = 16
     """Maximum number of groups that a replica generates at the same time."""
     max_starts_per_s: Annotated[PositiveFloat, PER_DEPLOYMENT] = 200.0

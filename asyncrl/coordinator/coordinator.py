@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.buffer.fleet import Cause, Life, replica_of
+from asyncrl.buffer.fleet import Cause, Life, ReplicaState, replica_of
 from asyncrl.buffer.ledger import Event, LedgerEntry
 from asyncrl.buffer.records import (
     CommitOutcome,
@@ -49,6 +49,7 @@ from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Lineage, Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
+from asyncrl.coordinator.autoscaler import Autoscaler, Load
 from asyncrl.coordinator.registry import OVER, Deployment, Registry, ReplicaReport, Replicas, ReplicaView
 from asyncrl.coordinator.status import BriefStatus, OwnReplicas, Restored, RunSnapshot, RunStatus
 from asyncrl.coordinator.waiting import Waiting
@@ -145,6 +146,8 @@ class Clearing:
 
 _NO_LEASE_EVER = (LeaseWait.FINISHED, LeaseWait.TOO_MANY_FAILURES)
 """Answers to a lease call that stay the same for the rest of the run, so that waiting is useless."""
+BLOCKED = ("blocked_on_staleness", "blocked_on_capacity")
+"""States of a generator's slots that get no group because enough groups wait for the learner."""
 MOST_REPORTS = 10_000
 """Number of reports of failures that are remembered. A repeated report comes within minutes of the first one."""
 
@@ -200,7 +203,9 @@ class Coordinator:
             groups_logged=config.learner.groups_logged,
             most_filtered=config.most_resamples,
         )
-        self.registry = Registry(shared=shared_config(config), timeout_s=timeout_s, clock=clock)
+        autoscale = config.generator.autoscale
+        self.registry = Registry(shared=shared_config(config), timeout_s=timeout_s, clock=clock, autoscale=autoscale)
+        self._autoscaler = None if autoscale is None else Autoscaler(autoscale)
         self._replicas = Replicas(may_come_back=lambda replica: buffer.fleet.life(replica) is not None, clock=clock)
         self._states = StateClock(
             states=BUFFER_WAITS,
@@ -271,6 +276,7 @@ class Coordinator:
             learner_state_seconds=self.registry.learner_state_seconds,
             targets=dict(self.registry.endpoints),
             wanted_replicas=self.registry.wanted(),
+            scaled_because=self.registry.scaled_because,
             given_up=dict(self.registry.given_up),
         )
 
@@ -282,6 +288,7 @@ class Coordinator:
         return OwnReplicas(
             wanted=self.registry.wanted_of(deployment),
             scalings=self.registry.scalings,
+            scaled_because=self.registry.scaled_because,
             views={view.replica: view for view in self._views(lives)},
             reports={name: reports[name] for name in names if name in reports},
         )
@@ -717,6 +724,7 @@ class Coordinator:
             return
         self._expire()
         self._clearing.tick(now_s)
+        self._autoscale(now_s)
 
     def _expire(self) -> None:
         """Removes actors that sent no heartbeat for the timeout, and ends tickets that no heartbeat renewed in this
@@ -731,13 +739,41 @@ class Coordinator:
         if self.buffer.fleet.back_off_ended() or keys or gone:
             self._waiting.groups_changed()
 
+    def _autoscale(self, now_s: float) -> None:
+        """Changes the number of replicas if the autoscaler decides so. The deployments add and drain replicas as after
+        `asyncrl scale`."""
+        registry, buffer = self.registry, self.buffer
+        if self._autoscaler is None:
+            return
+        replicas = sum(registry.wanted().values())
+        # Nothing follows from waits before the first step, at the end, and while the learner is away.
+        if not replicas or registry.state is not RunState.RUNNING or not registry.learner_attached or buffer.paused:
+            self._autoscaler.forget()
+            return
+        waits, slots, counts = self._states.seconds(), self._replicas.totals.state_seconds, buffer.counts()
+        load = Load(
+            at_s=now_s,
+            step=buffer.version.step,
+            groups_per_step=buffer.limits.groups_per_step,
+            groups=buffer.version.step * buffer.limits.groups_per_step + counts.ready + counts.leased,
+            learner_waits_s=waits["learner_waits"],
+            both_wait_s=waits["both_wait"],
+            replica_s=sum(slots.values()) - slots.get("starting", 0.0),
+            blocked_s=sum(slots.get(state, 0.0) for state in BLOCKED),
+        )
+        live = sum(life.state is ReplicaState.HEALTHY for life in buffer.fleet.lives().values())
+        if (change := self._autoscaler.decide(load, replicas=replicas, live=live)) is not None:
+            registry.scale(change.replicas, because=change.because)
+            logger.info("%s", change.because)
+
     def _record(self) -> None:
         buffer, metrics = self.buffer, self._metrics
         lives, holding = buffer.fleet.lives(), buffer.tickets_by_actor()
         metrics.heartbeat(unix_time_s=time.time())
         metrics.fill(buffer.counts())
         metrics.account(buffer.account)
-        metrics.replicas(self._replicas.by_state(lives, holding=holding))
+        wanted = sum(self.registry.wanted().values())
+        metrics.replicas(self._replicas.by_state(lives, holding=holding), wanted=wanted)
         metrics.causes(quarantines=buffer.fleet.quarantines, restarts=buffer.fleet.restarts)
 
     def _snapshot(self) -> RunSnapshot:

@@ -18,6 +18,7 @@ from asyncrl.buffer.records import Refusal, Reservation
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.config.load import first_difference
+from asyncrl.config.schema import MOST_REPLICAS, AutoscaleSection
 from asyncrl.errors import HandshakeError, RunEnded, RunError, RunLocked, RunMismatch, VersionRegression
 
 OVER = (RunState.FINISHED, RunState.STOPPED, RunState.PREEMPTED, RunState.FAILED)
@@ -25,8 +26,6 @@ OVER = (RunState.FINISHED, RunState.STOPPED, RunState.PREEMPTED, RunState.FAILED
 GONE_TIMEOUTS = 4
 """Number of timeouts after which a silent deployment counts as dead when the last other one leaves. After one timeout
 it may only be busy: a process whose event loop or machine stalls sends no heartbeats."""
-MOST_REPLICAS = 10_000
-"""Largest number of replicas of a run. More were never tried."""
 GONE_MEMBERS = 1000
 """Number of silent deployments that are remembered, because they may send heartbeats again."""
 KEPT_CHANGES = 1000
@@ -96,8 +95,9 @@ class Registry:
     config by dotted key. `learner` is the deployment that was the last to attach as a learner; it may be gone.
     `learner_state_seconds` are its seconds by state, from its last heartbeat. `endpoints` has the metrics endpoint of
     each process that has one, by the name of the process. `published` is the newest version that a learner published.
-    `scalings` counts the calls of `scale`. `given_up` says why deployments do not start replicas again, by replica,
-    since the last of these calls.
+    `autoscale` limits the number of replicas; None if nothing but `asyncrl scale` changes it. `scalings` counts the
+    calls of `scale`, and `scaled_because` has the reason of the last one. `given_up` says why deployments do not start
+    replicas again, by replica, since that call.
     """
 
     def __init__(
@@ -106,9 +106,11 @@ class Registry:
         shared: Mapping[str, object],
         timeout_s: float,
         clock: Callable[[], float],
+        autoscale: AutoscaleSection | None = None,
         gone_members: int = GONE_MEMBERS,
     ) -> None:
         self._gone_members = gone_members
+        self._autoscale = autoscale
         self._shared = dict(shared)
         self._timeout_s = timeout_s
         self._clock = clock
@@ -125,7 +127,7 @@ class Registry:
         self._changed_endpoints: deque[str] = deque(maxlen=KEPT_CHANGES)  # names, the newest change last
         self._closed_by = ""  # the deployment that was the last one to leave
         self._scaled: dict[str, int] = {}
-        self.scalings = 0
+        self.scalings, self.scaled_because = 0, ""
         self.given_up: dict[str, str] = {}
         self.published: Version | None = None
 
@@ -245,16 +247,23 @@ class Registry:
         member = self._members.get(deployment_id)
         return None if member is None else self._scaled.get(deployment_id, member[0].replicas)
 
-    def scale(self, replicas: int) -> dict[str, int]:
-        """Sets the number of replicas of all generator deployments together. Returns the new number of each deployment,
-        by its id. The deployments poll their number. A deployment that sends no heartbeats now gets 0. Replicas that
-        were given up before may be started again.
+    def scale(self, replicas: int, *, because: str) -> dict[str, int]:
+        """Sets the number of replicas of all generator deployments together, and the reason for it in words. Returns
+        the new number of each deployment, by its id. The deployments poll their number. A deployment that sends no
+        heartbeats now gets 0. Replicas that were given up before may be started again.
 
         The smallest deployment grows first, and the largest one shrinks first. Raises RunError if no generator
-        deployment is attached, and ValueError for a number that is not from 0 to `MOST_REPLICAS`.
+        deployment is attached, or if the number is outside `generator.autoscale`, and ValueError for a number that is
+        not from 0 to `MOST_REPLICAS`.
         """
         if not 0 <= replicas <= MOST_REPLICAS:
             raise ValueError(f"the number of replicas is {replicas}, but must be from 0 to {MOST_REPLICAS}")
+        if (limits := self._autoscale) is not None and not limits.min <= replicas <= limits.max:
+            raise RunError(
+                f"generators={replicas}: must be from {limits.min} to {limits.max}, between which the run changes the "
+                "number itself (generator.autoscale.min and max); choose such a number, or start the run again with "
+                "other limits"
+            )
         if not (wanted := self.wanted()):
             raise RunError("the run has no generator deployment: start one with `asyncrl generator`")
         while (total := sum(wanted.values())) != replicas:
@@ -264,7 +273,7 @@ class Registry:
             each.id for each, _ in self._members.values() if each.role is Role.GENERATOR and each.id not in wanted
         ]
         self._scaled |= wanted | dict.fromkeys(silent, 0)  # else its replicas would be too many if it is heard again
-        self.scalings += 1
+        self.scalings, self.scaled_because = self.scalings + 1, because
         self.given_up.clear()
         return wanted
 

@@ -46,8 +46,9 @@ class RunStatus(BriefStatus, frozen=True, kw_only=True):
     """Everything that the coordinator knows. `asyncrl status` and the live view read it.
 
     `learner_state_seconds` are the learner's seconds by state since its start; empty before its first heartbeat.
-    `wanted_replicas` is the number of replicas that each generator deployment should have, by its id. `given_up` says
-    why replicas are not started again, by replica, since the last `asyncrl scale`.
+    `wanted_replicas` is the number of replicas that each generator deployment should have, by its id, and
+    `scaled_because` the reason of its last change in words; "" before the first one. `given_up` says why replicas are
+    not started again, by replica, since that change.
     """
 
     failures: tuple[FailureCount, ...]
@@ -58,16 +59,19 @@ class RunStatus(BriefStatus, frozen=True, kw_only=True):
     learner_state_seconds: dict[str, float]
     targets: dict[str, str]
     wanted_replicas: dict[str, int] = {}
+    scaled_because: str = ""
     given_up: dict[str, str] = {}
 
 
 class OwnReplicas(msgspec.Struct, frozen=True, kw_only=True):
     """The replicas that one generator deployment has started. `views` and `reports` have a replica's name as key.
     `wanted` is the number of replicas that the deployment should have; None if the coordinator does not know the
-    deployment. `scalings` counts the calls of `asyncrl scale`."""
+    deployment. `scalings` counts the changes of the number of replicas of the run, and `scaled_because` has the reason
+    of the last one in words."""
 
     wanted: int | None
     scalings: int
+    scaled_because: str
     views: dict[str, ReplicaView]
     reports: dict[str, ReplicaReport]
 

@@ -218,7 +218,7 @@ class ReplicaPool:
         self._ending: set[asyncio.Task[None]] = set()
         self._scalings = 0
         self._given_up = 0
-        """Number of replicas that were given up since the last `asyncrl scale`."""
+        """Number of replicas that were given up since the run's number of replicas was last changed."""
         self._lost: list[str] = []
         self._below_since_s: float | None = None
         self._wrong_model: ConfigError | None = None
@@ -254,6 +254,7 @@ class ReplicaPool:
         wanted = len(self.replicas) + self._given_up if own.wanted is None else own.wanted
         if own.scalings != self._scalings:
             self._scalings, self._given_up = own.scalings, 0
+            logger.info("this deployment should have %d replicas now: %s", wanted, own.scaled_because)
         while len(self.replicas) + self._given_up < wanted:
             self._add()
         while len(self.replicas) > wanted:

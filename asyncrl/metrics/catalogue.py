@@ -195,6 +195,12 @@ class Run:
         "gets no groups. `restarting`: its deployment ends it and starts it again.",
         {"state": REPLICA_STATES},
     )
+    wanted_replicas = GaugeMetric(
+        BUFFER,
+        "asyncrl_wanted_replicas",
+        "Replicas that the generator deployments should have together, by their configuration, `asyncrl scale` or "
+        "`generator.autoscale`.",
+    )
     replica_quarantines_total = CounterMetric(
         BUFFER,
         "asyncrl_replica_quarantines_total",

@@ -558,8 +558,10 @@ class BufferMetrics(ProcessMetrics):
         self._instruments.set(catalogue.Buffer.buffer_bytes, counts.booked_bytes)
         self._instruments.set(catalogue.Buffer.buffer_oldest_group_age_seconds, counts.oldest_group_age_s)
 
-    def replicas(self, counts: Mapping[str, int]) -> None:
-        """Records the number of registered replicas by state. A state that is not in `counts` becomes 0."""
+    def replicas(self, counts: Mapping[str, int], *, wanted: int) -> None:
+        """Records the number of registered replicas by state, and how many there should be. A state that is not in
+        `counts` becomes 0."""
+        self._instruments.set(catalogue.Run.wanted_replicas, wanted)
         for state in REPLICA_STATES:
             self._instruments.set(catalogue.Run.replicas, counts.get(state, 0), state=state)
 

@@ -34,6 +34,11 @@ def status_lines(status: RunStatus, run: RunView, *, now: datetime) -> list[str]
     ]
     lines += [_replica(view, status.reports.get(view.replica)) for view in status.replicas]
     lines += [f"replica {name} is not started again: {why}" for name, why in status.given_up.items()]
+    if status.scaled_because:
+        wanted = sum(status.wanted_replicas.values())
+        lines.append(
+            f"the deployments should have {wanted} replicas together; the last change: {status.scaled_because}"
+        )
     fates = [f"{account.fates[fate].groups} {fate.value}" for fate in Fate if account.fates[fate].groups]
     lines.append(
         f"ledger: {account.issued.groups} groups issued = {' + '.join(fates) or '0'}"

@@ -28,8 +28,9 @@ def scale(monkeypatch: pytest.MonkeyPatch) -> Scale:
     def call(size: str, *states: RunStatus) -> Result:
         statuses = iter(states)
 
-        async def answer(method: object, *arguments: int) -> Any:
+        async def answer(method: object, *arguments: int, **options: str) -> Any:
             if method is Registry.scale:
+                assert options["because"].startswith(f"`asyncrl scale` asked for {arguments[0]} replica")
                 return {"generator-d": arguments[0]}
             assert method is Coordinator.status
             return next(statuses)

@@ -170,6 +170,21 @@ _LIMITS = [
     ),
     (["generator.min_replicas=2"], ["generator.min_replicas=2", "generator.replicas=2"], "generator.replicas = 1"),
     (
+        ["generator.autoscale={min: 3, max: 2}", "generator.replicas=3"],
+        ["generator.autoscale={min: 3, max: 3}", "generator.replicas=3"],
+        "generator.autoscale.min = 3: must be at most generator.autoscale.max = 2",
+    ),
+    (
+        ["generator.autoscale={min: 2, max: 3}"],
+        ["generator.autoscale={min: 2, max: 3}", "generator.replicas=2"],
+        "generator.replicas = 1: must be from generator.autoscale.min = 2 to generator.autoscale.max = 3",
+    ),
+    (
+        ["generator.autoscale={max: 3}", "generator.replicas=4"],
+        ["generator.autoscale={max: 3}", "generator.replicas=3"],
+        "generator.replicas = 4: must be from generator.autoscale.min = 1 to generator.autoscale.max = 3",
+    ),
+    (
         ["generator.tensor_parallel_size=2", "generator.gpus=1"],
         ["generator.tensor_parallel_size=2", "generator.gpus=2"],
         "must equal generator.gpus = 1",
@@ -433,6 +448,11 @@ def test_rows_have_branches_if_a_part_of_the_run_plays_agents(overrides: list[st
         (["buffer.capacity_bytes=592895"], "buffer.capacity_bytes=592896", "48 × 12352 bytes"),
         (["buffer.capacity_bytes=592895"], "buffer.capacity_groups=16", "generators may wait for room"),
         (["generator.max_concurrent_groups=49"], "generator.max_concurrent_groups=48", "never use the rest"),
+        (
+            ["generator.autoscale.max=4"],
+            "generator.autoscale.max=3",
+            "3 replicas of generator.max_concurrent_groups = 16",
+        ),
         (["generator.max_completion_tokens=17"], "data.max_prompt_tokens=47", "longest prompts are cut before"),
         (
             ["learner.optimizer.learning_rate=0"],

@@ -331,6 +331,52 @@ async def test_the_status_has_the_learners_seconds_by_state_of_its_last_heartbea
 
 
 @pytest.mark.asyncio
+async def test_the_number_of_replicas_follows_who_waits_for_whom(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    clock = Clock()
+    sections = {"buffer": {"heartbeat_timeout_s": 1000.0}, "generator": {"autoscale": {"max": 2, "dwell_s": 10.0}}}
+    coordinator = await started(ClearedRows(), clock, **sections)
+    registry, shared = coordinator.registry, shared_config(Config.model_validate(CONFIG | sections))
+    for each in (FIRST, Deployment(id="g", role=Role.GENERATOR, host="h", pid=8, replicas=1)):
+        await coordinator.attach(each, shared=shared)
+
+    async def trains(step: int, *, learner_waits: bool) -> None:
+        version = Version(1, step)
+        tickets = (await coordinator.reserve("a", version, 2, wait_s=0.0)).tickets
+        lease = asyncio.create_task(coordinator.lease(1, wait_s=FAR_S))
+        if learner_waits:
+            await clock.passes(5.0)
+        await coordinator.commit([finished(ticket) for ticket in tickets])
+        await soon(lease)
+        if not learner_waits:
+            for actor in ("a", "b"):
+                blocked = msgspec.structs.replace(
+                    report_of(actor), state_seconds={"starting": 50.0, "blocked_on_staleness": clock.now_s}
+                )
+                await coordinator.heartbeat(actor, version, 2, progress_of(), blocked)
+            await clock.passes(5.0)
+        await coordinator.ack(1, step)
+        await clock.passes(1.0)
+
+    for step in range(3):
+        await trains(step, learner_waits=True)
+    assert registry.wanted() == {"g": 1}, "the learner has not said that it trains"
+    coordinator.set_state(1, RunState.RUNNING)
+    for step in range(3, 6):
+        await trains(step, learner_waits=True)
+    assert registry.wanted() == {"g": 2}
+    assert (await scraped(coordinator)).get_sample_value("asyncrl_wanted_replicas") == 2
+    because = coordinator.status().scaled_because
+    assert because.startswith("generator.autoscale: from 1 to 2 replicas, because the learner waited for groups in 67%")
+    assert coordinator.own_replicas("g", []).scaled_because == because
+    assert because in caplog.messages
+    for step in range(6, 13):
+        await trains(step, learner_waits=False)
+    assert registry.wanted() == {"g": 1}
+    assert "blocked as many slots as 2.0 replicas have" in caplog.messages[-1]
+
+
+@pytest.mark.asyncio
 async def test_endpoints_are_those_of_replicas_that_have_one_until_they_leave() -> None:
     clock = Clock()
     coordinator = await started(ClearedRows(), clock)
@@ -500,7 +546,7 @@ async def test_a_deployment_is_told_of_its_own_replicas_only() -> None:
         await coordinator.heartbeat(replica, NOW, 2, progress_of(), report_of(replica))
     told = coordinator.own_replicas("d", ["own", "not started yet"])
     assert (told.wanted, list(told.views), list(told.reports)) == (2, ["own"], ["own"])
-    coordinator.registry.scale(1)
+    coordinator.registry.scale(1, because="why")
     assert coordinator.own_replicas("d", []).wanted == coordinator.registry.wanted()["d"]
     assert coordinator.own_replicas("gone", []).wanted is None
 

@@ -1,13 +1,15 @@
 """The members of a run: which deployments are admitted, and which are removed."""
 
 import re
+from typing import Any
 
 import msgspec
 import pytest
 
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
-from asyncrl.coordinator.registry import MOST_REPLICAS, OVER, Attachment, Deployment, Registry
+from asyncrl.config.schema import MOST_REPLICAS, AutoscaleSection
+from asyncrl.coordinator.registry import OVER, Attachment, Deployment, Registry
 from asyncrl.errors import HandshakeError, RunError, RunLocked, RunMismatch, VersionRegression
 
 
@@ -22,7 +24,7 @@ def deployment(name: str, role: Role) -> Deployment:
     return Deployment(id=name, role=role, host="node-1", pid=17)
 
 
-def registry(clock: Clock, **limits: int) -> Registry:
+def registry(clock: Clock, **limits: Any) -> Registry:
     return Registry(shared={"staleness.max_versions": 2, "run.seed": 0}, timeout_s=10.0, clock=clock, **limits)
 
 
@@ -228,29 +230,44 @@ def test_a_new_number_of_replicas_is_divided_among_the_living_generator_deployme
     members = registry(clock)
     members.attach(deployment("l", Role.LEARNER))
     with pytest.raises(RunError, match="no generator deployment: start one"):
-        members.scale(2)
+        members.scale(2, because="why")
     for name, replicas in (("small", 1), ("large", 3), ("gone", 5)):
         generators = msgspec.structs.replace(deployment(name, Role.GENERATOR), replicas=replicas)
         members.attach(generators)
     clock.now_s += 10.1
     assert all(members.keep(name) is Attachment.ATTACHED for name in ("l", "small", "large"))
     assert members.wanted() == {"small": 1, "large": 3}
-    assert members.scale(6) == members.wanted() == {"small": 3, "large": 3}, "the smallest one grows first"
-    assert members.scale(7) in ({"small": 4, "large": 3}, {"small": 3, "large": 4})
-    assert members.scale(1) in ({"small": 1, "large": 0}, {"small": 0, "large": 1}), "the largest one shrinks first"
+    assert members.scale(6, because="why") == members.wanted() == {"small": 3, "large": 3}, (
+        "the smallest one grows first"
+    )
+    assert members.scale(7, because="why") in ({"small": 4, "large": 3}, {"small": 3, "large": 4})
+    assert members.scale(1, because="why") in ({"small": 1, "large": 0}, {"small": 0, "large": 1}), (
+        "the largest one shrinks first"
+    )
     members.attach(msgspec.structs.replace(deployment("new", Role.GENERATOR), replicas=2))
     assert members.wanted()["new"] == 2, "a later deployment starts as its configuration says"
     clock.now_s += 10.1
     members.gave_up("generator-a", "no memory")
     assert all(members.keep(name) is Attachment.ATTACHED for name in ("l", "small", "new"))
-    assert members.scale(3) == {"small": 1, "new": 2}
+    assert members.scale(3, because="why") == {"small": 1, "new": 2}
     assert (members.given_up, members.scalings) == ({}, 4)
     assert members.keep("large") is Attachment.ATTACHED
     assert members.wanted() == {"small": 1, "large": 0, "new": 2}, "one that was silent adds no replicas"
     for impossible in (-1, MOST_REPLICAS + 1):
         with pytest.raises(ValueError, match="must be from 0 to 10000"):
-            members.scale(impossible)
+            members.scale(impossible, because="why")
     assert (members.wanted_of("new"), members.wanted_of("nobody")) == (2, None)
+
+
+def test_a_number_of_replicas_outside_the_limits_of_autoscale_is_refused() -> None:
+    members = registry(Clock(), autoscale=AutoscaleSection(min=2, max=3))
+    members.attach(msgspec.structs.replace(deployment("g", Role.GENERATOR), replicas=2))
+    for impossible in (1, 4):
+        with pytest.raises(RunError, match=rf"generators={impossible}: must be from 2 to 3, .* \(generator\.autoscale"):
+            members.scale(impossible, because="why")
+    assert (members.wanted(), members.scaled_because) == ({"g": 2}, "")
+    members.scale(3, because="why")
+    assert (members.wanted(), members.scaled_because) == ({"g": 3}, "why")
 
 
 def test_of_many_silent_deployments_only_the_newest_are_remembered() -> None:

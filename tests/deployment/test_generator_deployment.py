@@ -78,7 +78,11 @@ def test_replicas_say_when_they_generate_and_then_how_much() -> None:
 
 def own_replicas_of(status: RunStatus) -> OwnReplicas:
     return OwnReplicas(
-        wanted=1, scalings=0, views={view.replica: view for view in status.replicas}, reports=status.reports
+        wanted=1,
+        scalings=0,
+        scaled_because="",
+        views={view.replica: view for view in status.replicas},
+        reports=status.reports,
     )
 
 

@@ -88,7 +88,8 @@ class MadeUpPool:
             )
             for each in self.pool.replicas
         }
-        return OwnReplicas(wanted=wanted, scalings=0 if wanted is None else wanted, views=views, reports={})
+        scalings = 0 if wanted is None else wanted
+        return OwnReplicas(wanted=wanted, scalings=scalings, scaled_because="the reason", views=views, reports={})
 
     async def look(self, own: OwnReplicas | None = None, *, until_done: bool = True) -> None:
         """Looks after the replicas, and waits until what it began is done."""
@@ -254,11 +255,13 @@ async def test_a_silent_replica_is_asked_and_replaced_only_if_it_does_not_answer
 
 
 @pytest.mark.asyncio
-async def test_the_pool_grows_and_shrinks_to_the_wanted_number() -> None:
+async def test_the_pool_grows_and_shrinks_to_the_wanted_number(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     scene = MadeUpPool(replicas=2)
     first, second = await scene.begin()
     await scene.look(scene.own(wanted=4))
     await scene.look(scene.own(wanted=4))
+    assert caplog.messages.count("this deployment should have 4 replicas now: the reason") == 1
     names = [replica.name for replica in scene.pool.replicas]
     assert (names[:2], len(set(names))) == ([first, second], 4)
     assert all(replica.generates for replica in scene.pool.replicas)

@@ -111,7 +111,7 @@ def buffer() -> BufferMetrics:
     metrics.states_from(lambda: {"learner_waits": 3.0, "nobody_waits": 1.0})
     metrics.limits(limits_of(CONFIG))
     metrics.fill(COUNTS)
-    metrics.replicas({"generating": 2, "silent": 1})
+    metrics.replicas({"generating": 2, "silent": 1}, wanted=4)
     metrics.causes(quarantines={Cause.ENGINE_DIED: 2}, restarts={Cause.ENGINE_DIED: 1})
     metrics.account(ACCOUNT)
     metrics.reserve_waited(0.01)

@@ -68,6 +68,12 @@ def test_a_replica_names_its_deployment_and_every_line_says_what_it_is_about() -
     assert "deployment learner-d: pid 1 on h" in lines
 
 
+def test_the_reason_of_the_last_change_of_the_number_of_replicas_is_shown() -> None:
+    line = "the deployments should have 3 replicas together; the last change: why"
+    assert line in status_lines(make_status(wanted_replicas={"d": 1, "e": 2}, scaled_because="why"))
+    assert not any("the last change" in line for line in status_lines(make_status(wanted_replicas={"d": 1})))
+
+
 def test_versions_are_steps_and_the_incarnation_is_named_from_the_second_on() -> None:
     assert status_lines(make_status())[1].startswith("step 3 of 9, weights published: step 3, ")
     again = make_status(version=Version(2, 4), published=None)
