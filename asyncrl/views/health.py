@@ -312,9 +312,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         concern=Concern.LENGTH,
-        shows="the length of the answers is far from its first values, and the rewards are not higher",
+        shows="the length of the answers is far from its first values, and the rewards are not higher; or the answers "
+        "became empty",
         finds=find.length,
-        limits=(find.LOST_LENGTH, find.GROWN_LENGTH, find.LEAST_GAIN, find.CLEAR),
+        limits=(find.EMPTY, find.LOST_LENGTH, find.GROWN_LENGTH, find.LEAST_GAIN, find.CLEAR),
         causes=(
             HACKED,
             Cause("the loss counts long and short answers differently: use another algorithm.loss or aggregation"),

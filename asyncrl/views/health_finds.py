@@ -54,6 +54,7 @@ ONE = Limit(1.02, "with a second turn in one of 50 episodes, almost no group com
 LOST_ENTROPY = Limit(0.3, "healthy recipes that lose as much have higher rewards by then")
 GROWN_ENTROPY = Limit(2.0, "a policy that learns becomes more certain; twice the entropy is noise")
 LOST_LENGTH = Limit(0.4, "answers of less than half of their length leave out steps")
+EMPTY = Limit(1.1, "tokens: one token is the end alone, so the answer is empty, and higher rewards do not excuse it")
 GROWN_LENGTH = Limit(2.0, "answers of twice the length cost twice the time, and higher rewards do not pay for it")
 LEAST_GAIN = Limit(0.1, "a smaller gain, as a share of the range of rewards, is not progress")
 FALLEN = Limit(0.25, "a component that lost less of its mean may vary with the questions")
@@ -359,13 +360,27 @@ def entropy(seen: Evidence) -> Finding | None:
 
 
 def length(seen: Evidence) -> Finding | None:
-    return _changed(
+    return _empty(seen) or _changed(
         seen,
         attrgetter("completion_tokens_mean"),
         lost=LOST_LENGTH,
         grown=GROWN_LENGTH,
         what="The mean length of the answers",
         unit="tokens",
+    )
+
+
+def _empty(seen: Evidence) -> Finding | None:
+    """Finds answers that became empty, also if the rewards are higher: then the reward pays for empty answers."""
+    tokens = [record.completion_tokens_mean for record in seen.trend[-BLOCK_STEPS:]]
+    now, longest = mean(tokens), largest([record.completion_tokens_mean for record in seen.steps])
+    if now is None or longest is None or len(tokens) < BLOCK_STEPS or longest < 2 or now >= EMPTY.value:
+        return None
+    return Finding(
+        number=now,
+        fact=f"The answers became empty: in the last {BLOCK_STEPS} steps they have {quantities.number(now)} tokens on "
+        "average, with the one that ends them",
+        since_step=since(seen.steps, _Above("completion_tokens_mean", EMPTY, below=True)),
     )
 
 

@@ -261,6 +261,30 @@ def test_a_command_has_the_directory_in_quotes_and_the_last_step_if_no_first_one
     assert (grown.since_step, grown.look) == (None, "asyncrl samples runs/mine --step 9")
 
 
+def test_answers_that_became_empty_are_noted_although_the_rewards_are_higher() -> None:
+    # a run of benchmarks/health_study.py: a bonus for short answers, with twice the weight of right ones
+    lengths = (4.82, 3.01, 1.67, 1.01, 1.0, 1.0, 1.0, 1.0)
+    rewards = (-1.86, -1.01, -0.34, -0.01, 0.0, 0.0, 0.0, 0.0)
+
+    def step(number: int) -> StepRecord:
+        late = number >= len(lengths)
+        tokens, reward = (1.0, 0.0) if late else (lengths[number], rewards[number])
+        parts = {"right": 0.04 if not number else 0.0, "short": reward / 2}
+        return flat(
+            number, completion_tokens_mean=tokens, reward_mean=reward, reward_max=0.0, reward_min=reward - 0.1,
+            reward_components=parts, entropy_nats=0.9 if number < 2 else 0.01,
+        )  # fmt: skip
+
+    assert notes([step(number) for number in range(7)]) == ()
+    (note,) = notes([step(number) for number in range(8)])
+    assert (note.concern, note.since_step, note.number) == (Concern.LENGTH, 3, pytest.approx(1.002))
+    assert note.causes[0].startswith("the reward pays for something else than right answers")
+    (later,) = notes([step(number) for number in range(40)])
+    assert later.concern is Concern.LENGTH
+    one_token = [flat(number, completion_tokens_mean=1.0) for number in range(20)]
+    assert notes(one_token) == (), "the answers were never longer"
+
+
 def test_hidden_tags_are_named_where_rewards_do_not_see_them() -> None:
     (note,) = notes([dead(step) for step in TEN], setting=Setting(hidden_tags=("<think>", "[A]")))
     assert note.causes[0].startswith("if the reward looks for <think> or [A]: the text that it gets never has them")
