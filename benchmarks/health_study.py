@@ -55,6 +55,13 @@ SPELLING = (
     "model.tiny={warmup_wrong_fraction: 0.6, warmup_accuracy: 0.35, warmup_steps: 300}",
 )
 """Settings of the quickstart with questions of broken_tasks.py, and a model that is warmed up on them."""
+MISLABELLED = (
+    *SPELLING,
+    "model.path=models/health-mislabelled",
+    "data.dataset=broken_tasks:wrongly_labelled",
+    "environment.reward=exact_match",
+    "eval.sets={checked: {data: {dataset: broken_tasks:rightly_labelled}}}",
+)
 TABLE = ("run", "expected note", "first note", "in step", "notes at the end", "")
 
 
@@ -183,12 +190,21 @@ BROKEN: Mapping[str, Run] = {
     "heldout": Run(
         what="questions with wrong answers, and a held-out set with right ones",
         settings=(
-            *SPELLING,
-            "model.path=models/health-mislabelled",
-            "data.dataset=broken_tasks:wrongly_labelled",
-            "environment.reward=exact_match",
-            "eval.sets={checked: {data: {dataset: broken_tasks:rightly_labelled}}}",
+            *MISLABELLED,
+            "eval.every_steps=5",
+            "learner.total_steps=20",
+            "learner.optimizer.learning_rate=5e-4",
+            NO_MORE_STALE,
+        ),
+        expected=Concern.HELDOUT,
+    ),
+    "heldout_stale": Run(
+        what="the same with a staleness of 3 versions and a rate of 1e-3",
+        settings=(
+            *MISLABELLED,
             "eval.every_steps=4",
+            "learner.total_steps=12",
+            "learner.groups_per_step=24",
             "learner.optimizer.learning_rate=1e-3",
         ),
         expected=Concern.HELDOUT,

@@ -344,7 +344,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         concern=Concern.HELDOUT,
-        shows="the last two held-out rewards fall while the training reward rises",
+        shows="the last two held-out rewards fall, or are far below the best one, while the training reward rises",
         finds=find.heldout,
         limits=(find.WORSE, find.CLEAR),
         causes=(

@@ -7,6 +7,7 @@ run of the table in docs/guarantees.md may have a note.
 """
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -435,12 +436,12 @@ def stale_data(seen: Evidence) -> Finding | None:
 
 def high_kl(seen: Evidence) -> Finding | None:
     """Uses the median, because one token with a large ratio makes the estimator k3 of a step large."""
-    values = sorted(
+    values = [
         value
         for record in seen.recent
         if (value := record.number("kl_to_behaviour_nats")) is not None and math.isfinite(value)
-    )
-    if len(values) < LEAST_STEPS.value or (median := values[len(values) // 2]) <= HIGH_KL.value:
+    ]
+    if len(values) < LEAST_STEPS.value or (median := statistics.median(values)) <= HIGH_KL.value:
         return None
     return Finding(
         number=median,
@@ -465,15 +466,19 @@ def heldout(seen: Evidence) -> Finding | None:
 
 
 def _falls_since(evals: Sequence[EvalRecord]) -> EvalRecord | None:
-    """Returns the best evaluation, if the last two are after it, each is below the one before, and the last one is
-    clearly below the best one."""
+    """Returns the best evaluation, if the last two are after it, and the rewards fall: each is below the one before,
+    and the last one is below the best one by `WORSE`; or both are below the best one by `CLEAR`, because a reward that
+    is near 0 falls no further."""
     if len(evals) < 3:
         return None
     best = max(evals[:-2], key=lambda record: record.reward_mean or -math.inf)
     rewards = [record.reward_mean or 0.0 for record in (best, *evals[-2:])]
-    error = math.hypot(best.reward_stderr or 0.0, evals[-1].reward_stderr or 0.0)
-    falling = rewards[0] > rewards[1] > rewards[2]
-    return best if falling and error and rewards[0] - rewards[2] >= WORSE.value * error else None
+    errors = [math.hypot(best.reward_stderr or 0.0, record.reward_stderr or 0.0) for record in evals[-2:]]
+    if not all(errors):
+        return None
+    middle, last = ((rewards[0] - now) / error for now, error in zip(rewards[1:], errors, strict=True))
+    falling = rewards[0] > rewards[1] > rewards[2] and last >= WORSE.value
+    return best if falling or min(middle, last) >= CLEAR.value else None
 
 
 def _trained_reward_rises(seen: Evidence, step: int) -> bool:
