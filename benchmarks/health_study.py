@@ -199,7 +199,7 @@ BROKEN: Mapping[str, Run] = {
         expected=Concern.HELDOUT,
     ),
     "heldout_stale": Run(
-        what="the same with a staleness of 3 versions and a rate of 1e-3",
+        what="wrong answers as before, with a staleness of 3 versions and a rate of 1e-3",
         settings=(
             *MISLABELLED,
             "eval.every_steps=4",
