@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,9 +18,9 @@ from asyncrl.config.load import parse_yaml
 from asyncrl.config.schema import Config
 from asyncrl.config.starter import Facts, starter_yaml
 from asyncrl.data.hugging_face import FORMATS
-from asyncrl.data.prompts import Task
+from asyncrl.data.prompts import Task, in_conversation
 from asyncrl.data.prompts import split as hold_out
-from asyncrl.data.rows import FIRST_ROWS, NO_ANSWER, OnBadRow, columns_for
+from asyncrl.data.rows import FIRST_ROWS, NO_ANSWER, OnBadRow, columns_for, likely_columns
 from asyncrl.environments.interfaces import dataset_rows, read_tasks
 from asyncrl.errors import ConfigError, DatasetError
 from asyncrl.policy.model_directory import read_model
@@ -71,6 +71,14 @@ def init(
             help="Maximum length of a completion, tokens; default: four times the longest answer.",
         ),
     ] = None,
+    system_prompt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Message of the system before each prompt, for a model with a chat template; default: the text of a "
+            "column `system_prompt` or `system`, if it is the same in all rows.",
+        ),
+    ] = None,
     on_bad_row: Annotated[
         OnBadRow, typer.Option(metavar="refuse|skip", help="Whether rows that cannot be used are skipped.")
     ] = "refuse",
@@ -84,6 +92,7 @@ def init(
     \b
       asyncrl init models/my-llama questions.jsonl
       asyncrl init models/my-llama mine.csv --prompt problem --answer result
+      asyncrl init models/my-chat-model mine.csv --system-prompt "Answer with a number only."
       asyncrl init Qwen/Qwen2.5-1.5B-Instruct agentica-org/DeepScaleR-Preview-Dataset --reward math_verify
       asyncrl up -c run.yaml
     """
@@ -99,11 +108,13 @@ def init(
     section = _section(data, subset=subset, split=split, prompt=prompt, answer=answer)
     if on_bad_row == "skip":
         section["on_bad_row"] = on_bad_row
+    if system_prompt is not None:
+        section["system_prompt"] = system_prompt
     _write_starter(output, section, model=model, reward=reward, completion=completion_tokens, named=data)
 
 
 def _write_starter(
-    output: Path, section: Mapping[str, Any], *, model: str, reward: str, completion: int | None, named: str
+    output: Path, section: dict[str, Any], *, model: str, reward: str, completion: int | None, named: str
 ) -> None:
     """Measures the data, writes and checks the configuration, and prints what the next commands are."""
     reading = Config.model_validate({"data": section})
@@ -113,6 +124,7 @@ def _write_starter(
         raise DatasetError(str(error).replace("set data.on_bad_row: skip", "add --on-bad-row skip")) from error
     if not tasks:
         raise ConfigError(f"{named}: has no prompts; name a dataset with at least one")
+    tasks, found = _with_system_prompt(tasks, section, model=model)
     facts = _facts(model, section, tasks[:LOOKED_AT], prompts=len(tasks), reward=reward, completion=completion)
     warnings = _write_checked(output, starter_yaml(_with_numbers(facts)))
     _, heldout = hold_out(tasks, reading.data.heldout_fraction)
@@ -122,6 +134,8 @@ def _write_starter(
     )
     for name, column in section.get("columns", {}).items():
         say(f"data.columns: {name} is {f'the column {column}' if column else 'left out'}")
+    for line in (*_other_answers(tasks, section), *found):
+        say(line)
     if not heldout:
         warnings.append(
             "the run will have no held-out evaluation, because none of the prompts is held out: a hash of the prompt "
@@ -171,8 +185,47 @@ def _columns_of(config: Config) -> list[str] | None:
     first = list(islice(rows, FIRST_ROWS))
     if not first or not isinstance(first[0], Mapping):
         return None
-    objects = [row for row in first if isinstance(row, Mapping)]
-    return list(dict.fromkeys(str(key) for row in objects for key, value in row.items() if value is not None))
+    names: dict[str, None] = {}
+    for row in first:
+        for key, value in row.items() if isinstance(row, Mapping) else ():
+            inner = value if isinstance(value, Mapping) else {}
+            names |= {} if value is None else {str(key): None}
+            names |= {f"{key}.{name}": None for name, found in inner.items() if found is not None}
+    return [*names]
+
+
+def _other_answers(tasks: Sequence[Task], section: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a line if the rows have columns besides that of the answers which may have the answers too."""
+    if section.get("columns", {}).get("answer", "answer") is None:
+        return
+    texts = (key for task in tasks[:FIRST_ROWS] for key, value in task.metadata.items() if isinstance(value, str | int))
+    if others := likely_columns("answer", texts):
+        yield f"data.columns: the answer may also be the column {', '.join(others)}: choose with --answer COLUMN"
+
+
+def _with_system_prompt(tasks: list[Task], section: dict[str, Any], *, model: str) -> tuple[list[Task], Sequence[str]]:
+    """If the rows have a column with a system prompt, and its text is the same in all of them, adds the text to the
+    section `data` and to the prompts. Returns the tasks, and lines about the column."""
+    columns = likely_columns("system_prompt", (key for task in tasks[:FIRST_ROWS] for key in task.metadata))
+    if not columns or "system_prompt" in section:
+        return tasks, ()
+    what, values = f"the column {columns[0]}", [task.metadata.get(columns[0]) for task in tasks]
+    if not any(values):
+        return tasks, ()
+    text = values[0]
+    if not isinstance(text, str) or not text.strip() or any(value != text for value in values):
+        return tasks, [
+            f"data.system_prompt: not taken from {what}, whose values are not one text: a run has one system prompt; "
+            "write others into the rows, as `messages` that begin with one of the system"
+        ]
+    if any(task.messages and task.messages[0]["role"] == "system" for task in tasks):
+        return tasks, [f"data.system_prompt: not taken from {what}, because rows have messages of the system"]
+    from asyncrl.data.tokenizer import load_tokenizer
+
+    if not getattr(load_tokenizer(model), "chat_template", None):
+        return tasks, [f"data.system_prompt: not taken from {what}, because {model} has no chat template"]
+    section["system_prompt"] = text
+    return in_conversation(tasks, system_prompt=text, examples=()), [f"data.system_prompt: the text of {what}"]
 
 
 def _check_model(model: str) -> None:
@@ -231,6 +284,8 @@ def _facts(
         parameters=_parameters(model),
         gpus=len(gpus),
         conversations=any(task.messages for task in tasks),
+        offers_system_prompt=bool(getattr(tokenizer, "chat_template", None))
+        and not any(task.messages and task.messages[0]["role"] == "system" for task in tasks),
         gpu_gib=min((gpu.memory_mib / 1024 for gpu in gpus), default=0.0),
     )
 

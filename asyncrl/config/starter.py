@@ -51,7 +51,7 @@ class Facts:
     --completion-tokens. `longest_model` is the model's maximum sequence length in tokens, `parameters` its number of
     parameters; both are None if the model's files do not give them. `gpu_gib` is the memory of a GPU. `numbers` is
     None without GPUs, and if the model's shapes or the memory are not known. `conversations` is whether rows have
-    messages, which have no prompt template.
+    messages, which have no prompt template. `offers_system_prompt` is whether a chat model gets no system prompt yet.
     """
 
     name: str
@@ -68,6 +68,7 @@ class Facts:
     gpu_gib: float = 0.0
     numbers: GpuNumbers | None = None
     conversations: bool = False
+    offers_system_prompt: bool = False
 
 
 def starter_yaml(facts: Facts) -> str:

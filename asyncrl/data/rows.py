@@ -250,9 +250,20 @@ def _check_metadata(metadata: object) -> None:
 
 LIKELY: Mapping[str, Sequence[str]] = {
     "prompt": ("question", "problem", "instruction", "query", "input"),
-    "answer": ("solution", "output", "response", "target", "label", "ground_truth", "expected_answer", "final_answer"),
+    "answer": (
+        "solution",
+        "output",
+        "response",
+        "target",
+        "label",
+        "ground_truth",
+        "expected_answer",
+        "final_answer",
+        "reward_model.ground_truth",  # datasets for verl
+    ),
+    "system_prompt": ("system", "system_message"),
 }
-"""Names that datasets often have instead of `prompt` and `answer`, the likeliest first."""
+"""Names that datasets often have instead of `prompt`, `answer` and `system_prompt`, the likeliest first."""
 NO_ANSWER = "none"
 """Value of the option --answer for a dataset without answers."""
 
@@ -287,11 +298,19 @@ def columns_for(names: Sequence[str], *, prompt: str | None, answer: str | None,
 
 
 def _likely(name: str, names: Sequence[str], *, source: str) -> str:
-    by_lower_case = {each.lower(): each for each in reversed(names)}
-    for candidate in LIKELY[name]:
-        if candidate in by_lower_case:
-            return by_lower_case[candidate]
+    if found := likely_columns(name, names):
+        return found[0]
     without = f", or --answer {NO_ANSWER} if there are no answers" if name == "answer" else ""
     raise ConfigError(
         f"DATA {source}: has no column `{name}`, but {', '.join(names)}; name its column with --{name} COLUMN{without}"
     )
+
+
+def likely_columns(name: str, names: Iterable[str]) -> list[str]:
+    """Returns the columns among `names` that may have the meaning of `name`, the likeliest first.
+
+    >>> likely_columns("answer", ["Solution", "answer", "id"])
+    ['answer', 'Solution']
+    """
+    by_lower_case = {each.lower(): each for each in reversed([*names])}
+    return [by_lower_case[each] for each in (name, *LIKELY[name]) if each in by_lower_case]

@@ -312,9 +312,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         concern=Concern.LENGTH,
-        shows="the length of the answers is far from its first values, and the rewards are not higher",
+        shows="the length of the answers is far from its first values, and the rewards are not higher; or the answers "
+        "became empty",
         finds=find.length,
-        limits=(find.LOST_LENGTH, find.GROWN_LENGTH, find.LEAST_GAIN, find.CLEAR),
+        limits=(find.EMPTY, find.LOST_LENGTH, find.GROWN_LENGTH, find.LEAST_GAIN, find.CLEAR),
         causes=(
             HACKED,
             Cause("the loss counts long and short answers differently: use another algorithm.loss or aggregation"),
@@ -343,7 +344,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         concern=Concern.HELDOUT,
-        shows="the last two held-out rewards fall while the training reward rises",
+        shows="the last two held-out rewards fall, or are far below the best one, while the training reward rises",
         finds=find.heldout,
         limits=(find.WORSE, find.CLEAR),
         causes=(

@@ -7,6 +7,7 @@ run of the table in docs/guarantees.md may have a note.
 """
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -54,6 +55,7 @@ ONE = Limit(1.02, "with a second turn in one of 50 episodes, almost no group com
 LOST_ENTROPY = Limit(0.3, "healthy recipes that lose as much have higher rewards by then")
 GROWN_ENTROPY = Limit(2.0, "a policy that learns becomes more certain; twice the entropy is noise")
 LOST_LENGTH = Limit(0.4, "answers of less than half of their length leave out steps")
+EMPTY = Limit(1.1, "tokens: one token is the end alone, so the answer is empty, and higher rewards do not excuse it")
 GROWN_LENGTH = Limit(2.0, "answers of twice the length cost twice the time, and higher rewards do not pay for it")
 LEAST_GAIN = Limit(0.1, "a smaller gain, as a share of the range of rewards, is not progress")
 FALLEN = Limit(0.25, "a component that lost less of its mean may vary with the questions")
@@ -359,13 +361,27 @@ def entropy(seen: Evidence) -> Finding | None:
 
 
 def length(seen: Evidence) -> Finding | None:
-    return _changed(
+    return _empty(seen) or _changed(
         seen,
         attrgetter("completion_tokens_mean"),
         lost=LOST_LENGTH,
         grown=GROWN_LENGTH,
         what="The mean length of the answers",
         unit="tokens",
+    )
+
+
+def _empty(seen: Evidence) -> Finding | None:
+    """Finds answers that became empty, also if the rewards are higher: then the reward pays for empty answers."""
+    tokens = [record.completion_tokens_mean for record in seen.trend[-BLOCK_STEPS:]]
+    now, longest = mean(tokens), largest([record.completion_tokens_mean for record in seen.steps])
+    if now is None or longest is None or len(tokens) < BLOCK_STEPS or longest < 2 or now >= EMPTY.value:
+        return None
+    return Finding(
+        number=now,
+        fact=f"The answers became empty: in the last {BLOCK_STEPS} steps they have {quantities.number(now)} tokens on "
+        "average, with the one that ends them",
+        since_step=since(seen.steps, _Above("completion_tokens_mean", EMPTY, below=True)),
     )
 
 
@@ -420,12 +436,12 @@ def stale_data(seen: Evidence) -> Finding | None:
 
 def high_kl(seen: Evidence) -> Finding | None:
     """Uses the median, because one token with a large ratio makes the estimator k3 of a step large."""
-    values = sorted(
+    values = [
         value
         for record in seen.recent
         if (value := record.number("kl_to_behaviour_nats")) is not None and math.isfinite(value)
-    )
-    if len(values) < LEAST_STEPS.value or (median := values[len(values) // 2]) <= HIGH_KL.value:
+    ]
+    if len(values) < LEAST_STEPS.value or (median := statistics.median(values)) <= HIGH_KL.value:
         return None
     return Finding(
         number=median,
@@ -450,15 +466,19 @@ def heldout(seen: Evidence) -> Finding | None:
 
 
 def _falls_since(evals: Sequence[EvalRecord]) -> EvalRecord | None:
-    """Returns the best evaluation, if the last two are after it, each is below the one before, and the last one is
-    clearly below the best one."""
+    """Returns the best evaluation, if the last two are after it, and the rewards fall: each is below the one before,
+    and the last one is below the best one by `WORSE`; or both are below the best one by `CLEAR`, because a reward that
+    is near 0 falls no further."""
     if len(evals) < 3:
         return None
     best = max(evals[:-2], key=lambda record: record.reward_mean or -math.inf)
     rewards = [record.reward_mean or 0.0 for record in (best, *evals[-2:])]
-    error = math.hypot(best.reward_stderr or 0.0, evals[-1].reward_stderr or 0.0)
-    falling = rewards[0] > rewards[1] > rewards[2]
-    return best if falling and error and rewards[0] - rewards[2] >= WORSE.value * error else None
+    errors = [math.hypot(best.reward_stderr or 0.0, record.reward_stderr or 0.0) for record in evals[-2:]]
+    if not all(errors):
+        return None
+    middle, last = ((rewards[0] - now) / error for now, error in zip(rewards[1:], errors, strict=True))
+    falling = rewards[0] > rewards[1] > rewards[2] and last >= WORSE.value
+    return best if falling or min(middle, last) >= CLEAR.value else None
 
 
 def _trained_reward_rises(seen: Evidence, step: int) -> bool:

@@ -20,10 +20,14 @@ def totals_lines(summary: Summary, *, total_steps: int) -> Iterator[str]:
     elif summary.steps < total_steps:
         yield f"Stopped at step {summary.steps} of {total_steps}."
     for name, ends in summary.heldout_ends().items():
-        if ends.first is not None and ends.last is not None:
+        if ends.first is not None:
             got = f", {ends.prompts} of {ends.prompts + ends.failed} prompts" if ends.failed else ""
             of_set = "" if name == HELDOUT else f" of {name}"
-            yield f"held-out reward{of_set} {held_out(ends)}{got}"
+            newest = ends.newest_step
+            older = (
+                "" if newest in (None, summary.steps) else f"; the weights of step {summary.steps} were not evaluated"
+            )
+            yield f"held-out reward{of_set} {held_out(ends)}{got}{older}"
             if numbers := held_out_numbers(ends):
                 yield f"{numbers}{of_set and f' ({name})'}"
     age = summary.max_token_staleness

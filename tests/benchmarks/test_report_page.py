@@ -9,6 +9,7 @@ BENCHMARKS = (
     "against_trl.py",
     "chat_models.py",
     "coordinator.py",
+    "health_study.py",
     "overlap.py",
     "plan_check.py",
     "profile_run.py",

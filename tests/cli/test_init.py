@@ -291,3 +291,60 @@ def test_a_column_of_nulls_is_not_chosen(
 ) -> None:
     data = parse_yaml(written(model, rows, "--on-bad-row", "skip"), source="the file")["data"]
     assert data.get("columns") == columns
+
+
+def test_the_nested_answers_of_datasets_for_verl_are_found(model: Path) -> None:
+    build_chat_tokenizer(max_length=512).save_pretrained(model)
+    asked = [{"role": "user", "content": "1+1="}]
+    rows = [{"data_source": "sums", "prompt": asked, "reward_model": {"style": "rule", "ground_truth": "2"}}]
+    data = parse_yaml(written(model, rows), source="the file")["data"]
+    assert data["columns"] == {"answer": "reward_model.ground_truth"}
+
+
+def test_other_columns_that_may_have_the_answers_are_named(model: Path) -> None:
+    rows = [{"prompt": f"{n}+{n}=", "solution": f"{n} and {n}", "final_answer": 2 * n, "id": n} for n in range(9)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = "data.columns: the answer may also be the column"
+    chosen = runner.invoke(app, ["init", str(model), "rows.jsonl"])
+    assert f"answer is the column solution\n{words} final_answer: choose with --answer COLUMN" in chosen.stdout
+    none = runner.invoke(app, ["init", str(model), "rows.jsonl", "--answer", "none", "--force"])
+    assert none.exit_code == 0, none.output
+    assert words not in none.stdout
+
+
+ADD = "Add the numbers, and answer with a number only."
+
+
+def system_prompts(texts: Sequence[str | None], model: Path, *options: str) -> tuple[str | None, str]:
+    """Returns the system prompt in the configuration for rows with these texts in the column `System`, and what the
+    command says about it. Checks that the prompts of a run begin with it."""
+    rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "System": text} for n, text in enumerate(texts)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    result = runner.invoke(app, ["init", str(model), "rows.jsonl", "--force", *options])
+    assert result.exit_code == 0, result.output
+    config = load_config([Path("run.yaml")], [])
+    begin = {task.messages[0]["content"] for task in read_tasks(config) if task.messages}
+    assert begin == ({config.data.system_prompt} if config.data.system_prompt else set())
+    said = [line for line in result.stdout.splitlines() if line.startswith("data.system_prompt: ")]
+    return config.data.system_prompt, "".join(said).removeprefix("data.system_prompt: ")
+
+
+def test_a_system_prompt_that_all_rows_share_is_taken_from_its_column(model: Path) -> None:
+    left_out = "not taken from the column System, "
+    assert system_prompts([ADD] * 9, model) == (None, f"{left_out}because {model} has no chat template")
+    build_chat_tokenizer(max_length=512).save_pretrained(model)
+    assert system_prompts([ADD] * 9, model) == (ADD, "the text of the column System")
+    assert "--system-prompt" not in Path("run.yaml").read_text()
+    for texts in ([ADD] * 8 + ["Subtract."], [ADD] * 8 + [None]):
+        prompt, said = system_prompts(texts, model)
+        assert prompt is None
+        assert said.startswith(f"{left_out}whose values are not one text: ")
+        assert "`asyncrl init … --system-prompt TEXT --force`" in Path("run.yaml").read_text()
+
+
+def test_a_system_prompt_may_be_given_and_counts_in_the_length_of_prompts(model: Path) -> None:
+    build_chat_tokenizer(max_length=512).save_pretrained(model)
+    assert system_prompts([None] * 9, model) == (None, "")
+    without = load_config([Path("run.yaml")], []).data.max_prompt_tokens
+    assert system_prompts(["Subtract."] * 9, model, "--system-prompt", ADD) == (ADD, "")
+    assert load_config([Path("run.yaml")], []).data.max_prompt_tokens > without

@@ -87,7 +87,7 @@ def test_a_run_that_was_stopped_names_the_step_of_its_last_evaluation(capsys: py
     lines = list(totals_lines(run, total_steps=60))
     assert lines[:3] == [
         "Stopped at step 18 of 60.",
-        "held-out reward of sums 0.250 (step 0) → 0.310 (step 12)",
+        "held-out reward of sums 0.250 (step 0) → 0.310 (step 12); the weights of step 18 were not evaluated",
         "held out at step 12: pass@2 0.75, component right 0.25, tokens of a completion 20.2, share of truncated "
         "completions 0.125 (sums)",
     ]

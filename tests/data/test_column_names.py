@@ -25,6 +25,7 @@ def test_doctests() -> None:
         (["input", "problem", "answer"], {"prompt": "problem"}),
         (["messages", "id"], {}),
         (["prompt", "output"], {"answer": "output"}),
+        (["prompt", "reward_model", "reward_model.ground_truth"], {"answer": "reward_model.ground_truth"}),
     ],
 )
 def test_columns_with_other_names_are_found(names: list[str], columns: dict[str, str]) -> None:

@@ -261,6 +261,37 @@ def test_a_command_has_the_directory_in_quotes_and_the_last_step_if_no_first_one
     assert (grown.since_step, grown.look) == (None, "asyncrl samples runs/mine --step 9")
 
 
+def test_the_median_of_a_few_kl_divergences_lies_in_their_middle() -> None:
+    # the first steps of a run of benchmarks/health_study.py
+    values = (0.0, 0.193, 0.38, 0.802, 0.295, 0.326)
+    steps = [flat(step, diagnostics={"kl_to_behaviour_nats": value}) for step, value in enumerate(values)]
+    assert [[note.concern for note in notes(steps[:number])] for number in (4, 5, 6)] == [[], [], [Concern.HIGH_KL]]
+
+
+def test_answers_that_became_empty_are_noted_although_the_rewards_are_higher() -> None:
+    # a run of benchmarks/health_study.py: a bonus for short answers, with twice the weight of right ones
+    lengths = (4.82, 3.01, 1.67, 1.01, 1.0, 1.0, 1.0, 1.0)
+    rewards = (-1.86, -1.01, -0.34, -0.01, 0.0, 0.0, 0.0, 0.0)
+
+    def step(number: int) -> StepRecord:
+        late = number >= len(lengths)
+        tokens, reward = (1.0, 0.0) if late else (lengths[number], rewards[number])
+        parts = {"right": 0.04 if not number else 0.0, "short": reward / 2}
+        return flat(
+            number, completion_tokens_mean=tokens, reward_mean=reward, reward_max=0.0, reward_min=reward - 0.1,
+            reward_components=parts, entropy_nats=0.9 if number < 2 else 0.01,
+        )  # fmt: skip
+
+    assert notes([step(number) for number in range(7)]) == ()
+    (note,) = notes([step(number) for number in range(8)])
+    assert (note.concern, note.since_step, note.number) == (Concern.LENGTH, 3, pytest.approx(1.002))
+    assert note.causes[0].startswith("the reward pays for something else than right answers")
+    (later,) = notes([step(number) for number in range(40)])
+    assert later.concern is Concern.LENGTH
+    one_token = [flat(number, completion_tokens_mean=1.0) for number in range(20)]
+    assert notes(one_token) == (), "the answers were never longer"
+
+
 def test_hidden_tags_are_named_where_rewards_do_not_see_them() -> None:
     (note,) = notes([dead(step) for step in TEN], setting=Setting(hidden_tags=("<think>", "[A]")))
     assert note.causes[0].startswith("if the reward looks for <think> or [A]: the text that it gets never has them")
@@ -291,6 +322,10 @@ def test_a_held_out_reward_that_falls_while_the_training_reward_rises_is_noted_a
     assert notes(steps, evals=evaluated(0.4, 0.3, 0.35)) == ()
     assert notes(steps, evals=evaluated(0.4, 0.35, 0.3, error=0.1)) == (), "the difference may be chance"
     assert notes([flat(step) for step in range(20)], evals=evaluated(0.4, 0.35, 0.3)) == ()
+    # a run of benchmarks/health_study.py with wrong answers: the reward is near 0 and falls no further
+    (low,) = notes(steps, evals=evaluated(0.56, 0.08, 0.06, 0.08, error=0.05))
+    assert low.fact == "The held-out reward falls (0.56 → 0.08) while the training reward rises"
+    assert notes(steps, evals=evaluated(0.4, 0.3, 0.32, error=0.03)) == (), "the difference may be chance"
 
 
 def test_a_start_with_a_few_wrong_answers_has_no_note() -> None:

@@ -3,7 +3,7 @@
 import msgspec
 from made_up_run import TOTALS, make_step
 
-from asyncrl.learner.records import build_summary
+from asyncrl.learner.records import EvalRecord, build_summary
 from asyncrl.views.outcome import totals_lines
 
 
@@ -45,3 +45,16 @@ def test_the_end_of_a_run_has_the_share_of_its_wall_time_that_trained() -> None:
     )
     unknown = build_summary([make_step(0)], [], TOTALS, staleness_limit=2)
     assert "effective" not in "\n".join(totals_lines(unknown, total_steps=1))
+
+
+def test_the_end_of_a_run_says_of_which_step_its_held_out_rewards_are() -> None:
+    steps = [make_step(number) for number in range(6)]
+
+    def line(*versions: int) -> str:
+        evals = [EvalRecord(version=at, wall_s=1, prompts=8, reward_mean=0.25 + at / 8) for at in versions]
+        summary = build_summary(steps, evals, TOTALS, staleness_limit=2)
+        return next(each for each in totals_lines(summary, total_steps=6) if each.startswith("held-out"))
+
+    assert line(0, 6) == "held-out reward 0.250 (step 0) → 1.000 (step 6)"
+    assert line(0, 4) == "held-out reward 0.250 (step 0) → 0.750 (step 4); the weights of step 6 were not evaluated"
+    assert line(0) == "held-out reward 0.250 (step 0); the weights of step 6 were not evaluated"
