@@ -28,6 +28,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -296,7 +297,7 @@ def mirrored(config: Config, run_dir: RunDir) -> Iterator[None]:
         finally:
             within_s = config.run.shutdown_grace_s
             if run_dir.end is RunState.PREEMPTED:
-                within_s = max(LEAST_AT_END_S, run_dir.left_s(within_s))
+                within_s = max(LEAST_AT_END_S, run_dir.asked_s + within_s - time.monotonic())
             mirror.finish(within_s=within_s)
 
 
@@ -363,7 +364,6 @@ async def _run_both(
             model_path=inputs.generator_model,
             prompts=inputs.prompts,
             started=lambda engine: run_dir.uses_shared_memory(engine.shared_memory if engine.here else []),
-            grace_left_s=lambda: run_dir.left_s(config.run.shutdown_grace_s),
         )
         generators = await closing.enter_async_context(running(generator_deployment.run(end), name="generators"))
         screen.starting(config, "making prompts")
@@ -371,17 +371,11 @@ async def _run_both(
         await check_stop(stop)
         screen.starting(config, "importing the learner")
         learner_deployment = parts.new_learner(
-            config,
-            run_dir=run_dir,
-            model_path=inputs.learner_model,
-            prompts=inputs.prompts,
-            screen=screen,
-            engines_free=end.set,
+            config, run_dir=run_dir, model_path=inputs.learner_model, prompts=inputs.prompts, screen=screen
         )
         learner = await closing.enter_async_context(running(learner_deployment.run(stop), name="learner"))
-        # A run that is asked to end may need the engines to evaluate its last weights. They end beside the learner.
-        free = await closing.enter_async_context(running(end.wait(), name="engines are free"))
-        first: tuple[asyncio.Future[Any], ...] = (learner, generators, free)
+        stopping = await closing.enter_async_context(running(stop.wait(), name="stopping"))
+        first: tuple[asyncio.Future[Any], ...] = (learner, generators, stopping)
         done, _ = await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         end.set()
         if learner in done:  # if the learner has failed, generators may fail too: raise the learner's error

@@ -33,7 +33,7 @@ from asyncrl.deployment.shared_actors import (
     leave_run,
     new_deployment,
 )
-from asyncrl.deployment.training import LEAVE_S, Training
+from asyncrl.deployment.training import Training
 from asyncrl.errors import AsyncRLError, CheckpointError, RunError
 from asyncrl.learner.progress import nothing_trained
 from asyncrl.learner.recording import FailureWatch, described_metrics
@@ -53,8 +53,7 @@ class LearnerDeployment:
     """`run` trains the run and returns its summary, or None if the run was stopped before its first step.
 
     `supervised` returns whether the learner's process is started again after an error that a restart may fix. The
-    generators then stay in the run. `new_training` makes the training of the run. `engines_free` is called if the run
-    was asked to end, when it needs the engines no longer.
+    generators then stay in the run. `new_training` makes the training of the run.
     """
 
     def __init__(
@@ -68,12 +67,10 @@ class LearnerDeployment:
         supervised: Callable[[], bool] = lambda: False,
         cluster: JoinedCluster = JOINED,
         new_training: Callable[..., Training] = Training,
-        engines_free: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self._supervised = supervised
         self._cluster = cluster
-        self._engines_free = engines_free
         self._run_dir = run_dir
         self._model_path = model_path
         self._prompts = prompts
@@ -168,9 +165,7 @@ class LearnerDeployment:
         totals = await unless_one_fails(beside, training)
         if not stop.is_set():
             await self._check_trained(failures)
-        else:
-            self._engines_free()
-        if stop.is_set() and self._log.trained_steps < config.learner.total_steps:
+        elif self._log.trained_steps < config.learner.total_steps:
             self._run_dir.stopped(f"after step {self._log.trained_steps} of {config.learner.total_steps}")
         if totals.stop_reason is not None:
             self._run_dir.finished(totals.stop_reason)
@@ -331,6 +326,10 @@ class Targets:
 
 
 # The time that a run needs to end when a signal asks it to.
+
+LEAVE_S = 10.0
+"""Part of `run.shutdown_grace_s` that stays reserved for the last actions of a run, after its waits have ended: the end
+of engines, ranks and Ray. 10 s were measured for the quickstart on 2 cores."""
 
 
 def short_grace(grace_s: float, *, step_s: float, save_s: float | None) -> str | None:

@@ -199,8 +199,7 @@ NOT_MENDED = (ConfigError, HandshakeError, ManifestMismatch)
 @dataclass
 class ReplicaPool:
     """The replicas of the deployment `deployment`. `started` is called for each engine that has started, with its
-    processes. `new_actor` makes the actor of each start. `grace_left_s` returns how long the groups in flight of all
-    replicas may take at the end; None: `run.shutdown_grace_s`."""
+    processes. `new_actor` makes the actor of each start."""
 
     config: Config
     _: KW_ONLY
@@ -209,7 +208,6 @@ class ReplicaPool:
     secrets: Secrets
     started: Callable[[EngineProcesses], None]
     new_actor: Callable[..., ReplicaActor] = ReplicaActor
-    grace_left_s: Callable[[], float] | None = None
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
@@ -265,9 +263,7 @@ class ReplicaPool:
 
     async def end(self) -> None:
         """Ends all replicas: drains them within the grace, and ends their engines."""
-        grace_s = None if self.grace_left_s is None else self.grace_left_s()
-        ending = [self._end_and_leave(replica, grace_s=grace_s) for replica in self.replicas]
-        await asyncio.gather(*ending, *self._ending)
+        await asyncio.gather(*[self._end_and_leave(replica) for replica in self.replicas], *self._ending)
 
     # --- failures -----------------------------------------------------------------------------------------------
 
@@ -544,8 +540,7 @@ class GeneratorDeployment:
     None if `stop` ended it.
 
     `started` is called once for each replica whose engine has started, with the processes of the replica. `new_actor`
-    makes the actor of each start of a replica. `grace_left_s` is that of `ReplicaPool`. The run and the replicas are
-    checked every `watch_every_s` seconds.
+    makes the actor of each start of a replica. The run and the replicas are checked every `watch_every_s` seconds.
     """
 
     def __init__(
@@ -557,7 +552,6 @@ class GeneratorDeployment:
         started: Callable[[EngineProcesses], None] = lambda _: None,
         cluster: JoinedCluster = JOINED,
         new_actor: Callable[..., ReplicaActor] = ReplicaActor,
-        grace_left_s: Callable[[], float] | None = None,
         watch_every_s: float = WATCH_EVERY_S,
     ) -> None:
         self._config = config
@@ -574,7 +568,6 @@ class GeneratorDeployment:
             secrets=secrets,
             started=started,
             new_actor=new_actor,
-            grace_left_s=grace_left_s,
         )
 
     async def run(self, stop: asyncio.Event) -> RunState | None:

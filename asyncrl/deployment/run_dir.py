@@ -350,11 +350,6 @@ class RunDir(RecordSink):
         self.asked_s = time.monotonic()
         self._note("the request to end", exit_reason=f"asked to end by {by}")
 
-    def left_s(self, grace_s: float) -> float:
-        """Returns the seconds that are left of the time `grace_s` since the run was asked to end: all of it if it was
-        not asked, and 0 if the time is over."""
-        return max(0.0, self.asked_s + grace_s - time.monotonic()) if self.asked else grace_s
-
     def append_step(self, record: StepRecord) -> None:
         self.steps_written += 1
         self._steps.append(_json.encode_lines([record]))

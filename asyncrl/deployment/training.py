@@ -42,10 +42,6 @@ from asyncrl.value.tq_value import TQValue
 from asyncrl.weights.manifest import Manifest, layout
 from asyncrl.weights.transports.of_config import transport_of
 
-LEAVE_S = 10.0
-"""Part of `run.shutdown_grace_s` that stays reserved for the last actions of a run, after its waits have ended: the end
-of engines, ranks and Ray. 10 s were measured for the quickstart on 2 cores."""
-
 
 @dataclass(kw_only=True)
 class Training:
@@ -175,7 +171,6 @@ class Training:
             sinks=self.sinks,
             metrics=self.metrics,
             started_s=started_s,
-            seconds_left=lambda: self.run_dir.left_s(config.run.shutdown_grace_s) - LEAVE_S,
         )
         mirror = self.run_dir.mirror
 

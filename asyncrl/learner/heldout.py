@@ -2,8 +2,7 @@
 
 Any live replica that has loaded the version can run the evaluation, and keeps its weights meanwhile. For the first and
 the last version of a run, the caller pauses admission. While the run trains, evaluations run beside it: the replica
-generates groups too, and the learner goes on. Such an evaluation is of the version that the replica has. A run that was
-asked to end evaluates its last version after the checkpoint, in what is left of its grace.
+generates groups too, and the learner goes on. Such an evaluation is of the version that the replica has.
 
 If every rollout of the first evaluation of a new run fails, training would fail in the same way. The run then ends
 with the cause. A later evaluation that fails is left out: the run has trained weights by then.
@@ -15,7 +14,7 @@ position. The generator counts the tokens that are less probable.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,8 +69,7 @@ class ReplicaClient:
 @dataclass(kw_only=True)
 class HeldoutEvaluation:
     """Evaluates versions on the first prompts of each held-out set. `tasks` has the tasks of the sets by name. `sinks`
-    get the records. `started_s` is the start of the run on `clock`. `seconds_left` returns how long the evaluation
-    after a request to end may take; 0 or less if it may not begin."""
+    get the records. `started_s` is the start of the run on `clock`."""
 
     config: Config
     tasks: Mapping[str, Sequence[Task]]
@@ -80,7 +78,6 @@ class HeldoutEvaluation:
     sinks: Sequence[RecordSink]
     metrics: LearnerMetrics
     started_s: float
-    seconds_left: Callable[[], float] = lambda: 0.0
     repeat_pause_s: float = REPEAT_PAUSE_S
     clock: Callable[[], float] = time.monotonic
     reached: EvalRecord | None = field(default=None, init=False)
@@ -92,8 +89,6 @@ class HeldoutEvaluation:
     _newest: dict[str, Version] = field(default_factory=dict, init=False)
     """The version that was evaluated last on each set."""
     _evaluated: bool = field(default=False, init=False)
-    _ending: bool = field(default=False, init=False)
-    """Whether the run was asked to end. Its generators may have been asked too."""
 
     def __post_init__(self) -> None:
         self._how = self.config.eval.each_set()
@@ -129,8 +124,7 @@ class HeldoutEvaluation:
         """Returns the actor name of a live replica that has loaded `version`, and waits for one if necessary. Returns
         `avoid` only if there is no other one now.
 
-        Raises StallError when no live replica has loaded it within `run.stall_timeout_s`, and, for a run that was asked
-        to end, when no replica is left: the generators may have been asked too.
+        Raises StallError when no live replica has loaded it within `run.stall_timeout_s`.
         """
         timeout_s = self.config.run.stall_timeout_s
         deadline_s = self.clock() + timeout_s
@@ -143,8 +137,6 @@ class HeldoutEvaluation:
             )
             if actor is not None:
                 return actor
-            if self._ending and not (await self.coordinator.call(Coordinator.status)).replicas:
-                raise StallError("no generator is left")
             if avoid is None and self.clock() > deadline_s:
                 status = await self.coordinator.call(Coordinator.status)
                 raise StallError(
@@ -196,28 +188,6 @@ class HeldoutEvaluation:
             return
         self._beside_step = version.step
         self._beside = asyncio.create_task(self.evaluate_beside(version), name=f"evaluation of {version}")
-
-    async def after_stop(self, version: Version, evaluate: Callable[[], Awaitable[None]]) -> None:
-        """Calls `evaluate` for the last version of a run that was asked to end, and cancels it when `seconds_left` are
-        over. Logs a warning if the version has no evaluation then. Its weights are saved by now, so no error is
-        raised."""
-        if not self.wanted or self.has_evaluated(version):
-            return
-        await self.cancel()  # the evaluation beside training would need the same engine
-        self._ending = True
-        why = "an error"
-        if (left_s := self.seconds_left()) > 0:
-            try:
-                async with asyncio.timeout(left_s):
-                    await evaluate()
-            except TimeoutError:
-                why = f"it took longer than the {left_s:.1f} s that were left of run.shutdown_grace_s"
-            except RunError as error:
-                why = str(error)
-        else:
-            why = f"nothing was left of run.shutdown_grace_s = {self.config.run.shutdown_grace_s:g} s"
-        if not self.has_evaluated(version):
-            logger.warning("the last weights, of %s, are saved, but not evaluated: %s", version.words, why)
 
     async def settle(self) -> None:
         """Waits for the evaluation that runs beside training."""

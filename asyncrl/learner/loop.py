@@ -24,8 +24,8 @@ before the first and after the last step, and those in between run at the same t
 
 - every lease ends by ack, skip or give-back, also when a stage fails;
 - a version is published only after the ack of its step;
-- a run that has trained a step and ends without an error saves its last version. It also publishes and evaluates it: a
-  run that was stopped does so after the save, if its grace allows it (`HeldoutEvaluation.after_stop`).
+- a run that has trained a step and ends without an error saves its last version; unless it was stopped, it also
+  publishes and evaluates it.
 
 The time of every stage is counted in the learner's state-seconds.
 """
@@ -35,7 +35,6 @@ import contextlib
 import logging
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from functools import partial
 
 from asyncrl.buffer.records import Lease, LeaseWait
 from asyncrl.common.roles import TRAINING, RunState
@@ -144,14 +143,15 @@ class LearnerLoop:
         self.stages.states.enter("other")
         await self.coordinator.call(Coordinator.set_state, self.incarnation, RunState.CLOSING)
         if not stop.is_set():
-            await self._evaluate_last(version, stop)
+            if self.publisher.published != version:
+                await self._publish(version)
+            if await self._last_delivered() and not self.heldout.has_evaluated(version):
+                await self._evaluate(version, stop)
         ledger = await self.coordinator.call(Coordinator.ledger_entry, self.incarnation)
         self.step_end.append_audit(Ended(version, ledger))
         if version != first:  # a run that trained no step has no new weights to save
             snapshot = await self.coordinator.call(Coordinator.snapshot, self.incarnation)
             await self._while_saving(self.checkpoints.save_last(snapshot), version)
-            if stop.is_set():  # `stop` must not end this evaluation: the grace does
-                await self.heldout.after_stop(version, partial(self._evaluate_last, version, asyncio.Event()))
         retained = await self.coordinator.call(Coordinator.release, self.incarnation, None)
         await self.step_end.clear(retained)
         await self.coordinator.call(Coordinator.clear_dropped, self.incarnation)
@@ -325,17 +325,15 @@ class LearnerLoop:
         with self.stages.states.within("publish"):
             return await self.publisher.publish(version)
 
-    async def _evaluate_last(self, version: Version, stop: asyncio.Event) -> None:
-        """Publishes and evaluates the last weights, if that has not happened yet. Logs why if they cannot be delivered
-        or evaluated: they must still be saved."""
+    async def _last_delivered(self) -> bool:
+        """Waits until the last weights are delivered. If they cannot be, logs it and returns False: they must still be
+        saved."""
         try:
-            if self.publisher.published != version:
-                await self._publish(version)
             await self.publisher.settle()
-            if not self.heldout.has_evaluated(version):
-                await self._evaluate(version, stop)
         except StallError as error:
-            logger.error("held-out evaluation of %s is left out: %s", version.words, error)
+            logger.error("the last weights are saved, but not evaluated: %s", error)
+            return False
+        return True
 
     async def _publish_if_due(self, status: BriefStatus) -> float | None:
         """Publishes the learner's version if it is due, or if no replica with a free slot gets a ticket without it
@@ -362,9 +360,17 @@ class LearnerLoop:
             await unless_stopped(stop, self._evaluate_on_a_replica(version))
 
     async def _evaluate_on_a_replica(self, version: Version) -> None:
-        """Waits for the first replica that has loaded `version`, and evaluates the version on it. Raises StallError if
-        no replica loads it."""
+        """Waits for the first replica that has loaded `version`, and evaluates the version on it.
+
+        Raises StallError if no replica has loaded the first weights, because training would wait too. Later it is
+        logged: the weights that are trained by then must still be saved.
+        """
         self.phase = f"waiting for a generator to load the weights of {version.words}"
-        actor = await self.heldout.replica_at(version)
-        self.phase = f"evaluating the weights of {version.words}"
-        await self.heldout.evaluate(version, actor=actor)
+        try:
+            actor = await self.heldout.replica_at(version)
+            self.phase = f"evaluating the weights of {version.words}"
+            await self.heldout.evaluate(version, actor=actor)
+        except StallError as error:
+            if not version.step:
+                raise
+            logger.error("held-out evaluation of %s is left out: %s", version.words, error)

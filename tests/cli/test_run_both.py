@@ -144,30 +144,6 @@ async def test_a_run_that_is_asked_to_end_ends_both_in_order(tmp_path: Path) -> 
 
 @pytest.mark.asyncio
 @pytest.mark.fault("F29")
-async def test_the_engines_stay_until_a_learner_that_is_asked_to_end_needs_them_no_longer(tmp_path: Path) -> None:
-    stop, pools, ended = asyncio.Event(), Pools(), list[list[str]]()
-
-    def new_learner(*_: Any, engines_free: Callable[[], None], **__: Any) -> Any:
-        stop.set()
-
-        async def run(stop: asyncio.Event) -> str:
-            for _ in range(100):  # saves and evaluates
-                await asyncio.sleep(0)
-            ended.append([*pools.ended])
-            engines_free()
-            while not pools.ended:  # closes meanwhile
-                await asyncio.sleep(0)
-            return "learner"
-
-        return SimpleNamespace(run=run)
-
-    assert await ran(tmp_path, stop, replace(pools.parts, new_learner=new_learner)) == "learner"
-    assert ended == [[]]
-    assert pools.ended == ["generators in order"]
-
-
-@pytest.mark.asyncio
-@pytest.mark.fault("F29")
 @pytest.mark.parametrize("during", ["importing Ray", "starting Ray", "making prompts"])
 async def test_a_signal_while_a_library_is_imported_or_ray_starts_ends_the_start(during: str, tmp_path: Path) -> None:
     stop, shown = asyncio.Event(), list[str]()

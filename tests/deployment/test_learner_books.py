@@ -600,34 +600,6 @@ async def test_a_run_that_was_asked_to_end_waits_within_its_grace(
             await deployed(run, config, cluster=cluster, train=train).run(stop)
 
 
-@pytest.mark.asyncio
-@pytest.mark.fault("F29")
-@pytest.mark.parametrize("stops", [True, False])
-async def test_only_a_learner_that_is_asked_to_end_frees_the_engines_before_it_closes(
-    stops: bool, tmp_path: Path
-) -> None:
-    config = config_in(tmp_path)
-    stop, happened = asyncio.Event(), list[str]()
-
-    async def train(training: Training) -> RunTotals:
-        await records(make_step(0))(training)
-        if stops:
-            stop.set()
-        happened.append("trained")
-        return TOTALS
-
-    with RunDir.create(config) as run:
-        async with asyncio.timeout(DEADLINE_S):
-            await deployed(
-                run,
-                config,
-                train=train,
-                ended=lambda: happened.append("ranks end"),
-                engines_free=lambda: happened.append("engines are free"),
-            ).run(stop)
-    assert happened == ["trained", *(["engines are free"] if stops else []), "ranks end"]
-
-
 @pytest.mark.parametrize(("save_s", "warns"), [(4.0, False), (30.0, True), (None, False)])
 @pytest.mark.asyncio
 @pytest.mark.fault("F29")

@@ -47,19 +47,6 @@ async def test_only_a_replica_that_has_loaded_the_version_is_asked() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_run_that_ends_does_not_wait_for_a_generator_if_none_is_left(caplog: pytest.LogCaptureFixture) -> None:
-    scene = Scene()
-    scene.heldout.seconds_left = lambda: 3600.0
-    scene.coordinator.leave("a")
-
-    async def evaluate() -> None:
-        await scene.heldout.replica_at(Version(1, 1))
-
-    await scene.heldout.after_stop(Version(1, 1), evaluate)
-    assert "the last weights, of step 1, are saved, but not evaluated: no generator is left" in caplog.text
-
-
-@pytest.mark.asyncio
 async def test_without_heldout_prompts_nothing_is_asked_and_nothing_recorded() -> None:
     scene = Scene(eval={"prompts": 0})
     await scene.run()

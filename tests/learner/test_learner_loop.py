@@ -22,8 +22,6 @@ from asyncrl.learner.audit_records import TrainedStep
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.ranks.report import StepReport
 
-DEADLINE_S = 60.0
-
 
 async def groups_by_fate(scene: Scene) -> dict[Fate, int]:
     account = (await scene.status()).account
@@ -162,68 +160,6 @@ async def test_a_stopped_run_ends_after_its_step_without_another_version() -> No
     assert fates[Fate.TRAINED] == 2 * GROUPS_PER_STEP, "the running step was completed"
     assert Fate.LEASED not in fates
     assert [record.version for record in scene.log.evals] == [0]
-
-
-def stopped_in_its_second_step(**sections: Any) -> Scene:
-    scene = Scene(learner={"total_steps": 50}, **sections)
-
-    def stop_now(meta: KVBatchMeta) -> StepReport:
-        scene.stop.set()
-        return trained()
-
-    scene.trainer.answers = [trained(), stop_now]
-    return scene
-
-
-@pytest.mark.asyncio
-@pytest.mark.fault("F29")
-@pytest.mark.parametrize("publish_every_steps", [1, 4])
-async def test_a_stopped_run_saves_its_last_weights_and_then_evaluates_them(publish_every_steps: int) -> None:
-    scene = stopped_in_its_second_step(weights={"publish_every_steps": publish_every_steps})
-    scene.heldout.seconds_left = lambda: DEADLINE_S
-    saved, evaluate = list[list[str]](), scene.heldout.evaluate
-
-    async def after(version: Version, *, actor: str) -> None:
-        saved.append([*scene.trainer.saved])
-        await evaluate(version, actor=actor)
-
-    scene.heldout.evaluate = after  # type: ignore[method-assign]
-    await scene.run()
-    assert [(record.version, record.reward_mean) for record in scene.log.evals] == [(0, 0.25), (2, 0.25)]
-    assert saved == [[], ["step-2"]]
-    assert scene.publisher.history[-1] == Version(1, 2) == scene.loaded
-    await groups_by_fate(scene)
-
-
-@pytest.mark.asyncio
-@pytest.mark.fault("F29")
-@pytest.mark.parametrize(
-    ("left_s", "why"),
-    [
-        (0.0, "nothing was left of run.shutdown_grace_s = 20 s"),
-        (0.01, "it took longer than the 0.0 s that were left of run.shutdown_grace_s"),
-        (DEADLINE_S, "the cluster is gone"),
-    ],
-)
-async def test_a_stopped_run_whose_last_weights_cannot_be_evaluated_says_why_and_ends(
-    left_s: float, why: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    scene = stopped_in_its_second_step()
-    scene.heldout.seconds_left = lambda: left_s
-    replica_at = scene.heldout.replica_at
-
-    async def none_at_the_end(version: Version) -> str:
-        if version.step and left_s == DEADLINE_S:
-            raise ActorGone("the cluster is gone")
-        if version.step:
-            await asyncio.Event().wait()
-        return await replica_at(version)
-
-    scene.heldout.replica_at = none_at_the_end  # type: ignore[method-assign]
-    await scene.run()
-    assert scene.trainer.saved == ["step-2"]
-    assert [record.version for record in scene.log.evals] == [0]
-    assert f"the last weights, of step 2, are saved, but not evaluated: {why}" in caplog.text
 
 
 @pytest.mark.asyncio
