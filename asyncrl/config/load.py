@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from yaml.composer import Composer
 from yaml.constructor import SafeConstructor
-from yaml.cyaml import CParser  # type: ignore[attr-defined]
+from yaml.cyaml import CParser  # type: ignore[attr-defined]  # wheels of PyYAML have libyaml
 from yaml.resolver import Resolver
 
 from asyncrl.config.import_path import suggest

@@ -339,11 +339,10 @@ def _autoscale(config: Config) -> Iterator[str]:
             f"generator.autoscale.min = {limits.min}: must be at most generator.autoscale.max = {limits.max}; lower "
             "it, or raise generator.autoscale.max"
         )
-    elif not limits.min <= replicas <= limits.max:
+    elif replicas > limits.max:
         yield (
-            f"generator.replicas = {replicas}: must be from generator.autoscale.min = {limits.min} to "
-            f"generator.autoscale.max = {limits.max}, because the run begins with this number; set it to such a "
-            "number, or change the limits"
+            f"generator.replicas = {replicas}: must be at most generator.autoscale.max = {limits.max}, because the "
+            "deployment begins with this number; lower it, or raise the limit"
         )
 
 

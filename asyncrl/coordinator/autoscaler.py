@@ -39,6 +39,8 @@ PATIENCE = 2
 removal, this number grows fourfold, at most to `MOST_PATIENCE`: a window of few steps of uneven length is a bad
 measure."""
 MOST_PATIENCE = 32
+MISSED = 0.5
+"""The pool does not grow if more replicas than this did not live, on average of a window."""
 BLOCKED = 0.05
 """Share of blocked slots up to which a window counts as one without."""
 WINDOW_STEPS = 2
@@ -149,8 +151,8 @@ class Autoscaler:
         self._limits = limits
         self._begin: Load | None = None  # the begin of the window
         self._step: int | None = None
-        self._pool: tuple[int, bool] | None = None  # the number of replicas, and whether so many live
-        self._whole = False  # whether all replicas lived during the whole window
+        self._replicas: int | None = None
+        self._settling = True  # whether the pool has changed, and not all of its replicas have generated since then
         self._made_by_one: float | None = None  # groups a second, in the last window without blocked slots
         self._age = 0  # windows since then
         self._spare_windows = 0  # windows in a row in which a replica was to spare
@@ -166,34 +168,37 @@ class Autoscaler:
 
         The call comes every second. The run should have `replicas` replicas, of which `live` generate.
         """
-        self._look_at(replicas, live)
+        self._look_at(replicas, all_live=live == replicas)
         stepped, self._step = self._step is not None and load.step != self._step, load.step
         if not stepped:
             return None
         begin = self._begin
         if begin is None:
-            self._begin, self._whole = load, live == replicas
+            self._begin = load
             return None
         if load.at_s - begin.at_s < self._limits.dwell_s or load.step - begin.step < WINDOW_STEPS:
             return None
-        window, whole = Window(begin, load, replicas), self._whole
-        self._begin, self._whole = load, live == replicas
-        return self._change(window, may_grow=whole)
+        self._begin = load
+        return self._change(Window(begin, load, replicas))
 
-    def _look_at(self, replicas: int, live: int) -> None:
-        """Begins a new window if the number of replicas has changed, and when all of them generate."""
-        pool = replicas, live == replicas
-        if self._pool is not None and pool != self._pool and (pool[0] != self._pool[0] or pool[1]):
+    def _look_at(self, replicas: int, *, all_live: bool) -> None:
+        """Begins a new window if the number of replicas has changed, and when all of them then generate. A replica that
+        fails and comes back later begins no new window: in a large pool one nearly always does."""
+        if replicas != self._replicas:
+            self._replicas, self._settling = replicas, True
             self.forget()
-        self._pool = pool
-        self._whole = self._whole and pool[1]
+        if self._settling and all_live:
+            self._settling = False
+            self.forget()
 
-    def _change(self, window: Window, *, may_grow: bool) -> Change | None:
+    def _change(self, window: Window) -> Change | None:
         replicas, least, most = window.replicas, self._limits.min, self._limits.max
         if not least <= replicas <= most:
             return _changed(replicas, min(most, max(least, replicas)), "these are the limits")
         self._learn(window)
-        if may_grow and replicas < most and window.lacking > LACKING:
+        # A pool that misses a replica waits for it, and does not get a further one.
+        misses_one = replicas - window.live > MISSED
+        if not misses_one and replicas < most and window.lacking > LACKING:
             if self._removed:
                 self._patience = min(4 * self._patience, MOST_PATIENCE)
             self._removed = False

@@ -747,7 +747,7 @@ class Coordinator:
             return
         replicas = sum(registry.wanted().values())
         # Nothing follows from waits before the first step, at the end, and while the learner is away.
-        if not replicas or registry.state is not RunState.RUNNING or not registry.learner_attached or buffer.paused:
+        if not replicas or registry.state is not RunState.RUNNING or not registry.learner_attached:
             self._autoscaler.forget()
             return
         waits, slots, counts = self._states.seconds(), self._replicas.totals.state_seconds, buffer.counts()
@@ -763,7 +763,7 @@ class Coordinator:
         )
         live = sum(life.state is ReplicaState.HEALTHY for life in buffer.fleet.lives().values())
         if (change := self._autoscaler.decide(load, replicas=replicas, live=live)) is not None:
-            registry.scale(change.replicas, because=change.because)
+            registry.scale(change.replicas, because=change.because, again=False)
             logger.info("%s", change.because)
 
     def _record(self) -> None:

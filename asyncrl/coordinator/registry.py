@@ -96,8 +96,8 @@ class Registry:
     `learner_state_seconds` are its seconds by state, from its last heartbeat. `endpoints` has the metrics endpoint of
     each process that has one, by the name of the process. `published` is the newest version that a learner published.
     `autoscale` limits the number of replicas; None if nothing but `asyncrl scale` changes it. `scalings` counts the
-    calls of `scale`, and `scaled_because` has the reason of the last one. `given_up` says why deployments do not start
-    replicas again, by replica, since that call.
+    calls of `scale` by a person, and `scaled_because` has the reason of the last call of all. `given_up` says why
+    deployments do not start replicas again, by replica, since the last call by a person.
     """
 
     def __init__(
@@ -247,10 +247,10 @@ class Registry:
         member = self._members.get(deployment_id)
         return None if member is None else self._scaled.get(deployment_id, member[0].replicas)
 
-    def scale(self, replicas: int, *, because: str) -> dict[str, int]:
+    def scale(self, replicas: int, *, because: str, again: bool = True) -> dict[str, int]:
         """Sets the number of replicas of all generator deployments together, and the reason for it in words. Returns
         the new number of each deployment, by its id. The deployments poll their number. A deployment that sends no
-        heartbeats now gets 0. Replicas that were given up before may be started again.
+        heartbeats now gets 0. With `again`, replicas that were given up before may be started again.
 
         The smallest deployment grows first, and the largest one shrinks first. Raises RunError if no generator
         deployment is attached, or if the number is outside `generator.autoscale`, and ValueError for a number that is
@@ -273,8 +273,10 @@ class Registry:
             each.id for each, _ in self._members.values() if each.role is Role.GENERATOR and each.id not in wanted
         ]
         self._scaled |= wanted | dict.fromkeys(silent, 0)  # else its replicas would be too many if it is heard again
-        self.scalings, self.scaled_because = self.scalings + 1, because
-        self.given_up.clear()
+        self.scaled_because = because
+        if again:
+            self.scalings += 1
+            self.given_up.clear()
         return wanted
 
     def gave_up(self, replica: str, why: str) -> None:

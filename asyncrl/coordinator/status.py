@@ -48,7 +48,7 @@ class RunStatus(BriefStatus, frozen=True, kw_only=True):
     `learner_state_seconds` are the learner's seconds by state since its start; empty before its first heartbeat.
     `wanted_replicas` is the number of replicas that each generator deployment should have, by its id, and
     `scaled_because` the reason of its last change in words; "" before the first one. `given_up` says why replicas are
-    not started again, by replica, since that change.
+    not started again, by replica, since the last `asyncrl scale`.
     """
 
     failures: tuple[FailureCount, ...]
@@ -66,8 +66,8 @@ class RunStatus(BriefStatus, frozen=True, kw_only=True):
 class OwnReplicas(msgspec.Struct, frozen=True, kw_only=True):
     """The replicas that one generator deployment has started. `views` and `reports` have a replica's name as key.
     `wanted` is the number of replicas that the deployment should have; None if the coordinator does not know the
-    deployment. `scalings` counts the changes of the number of replicas of the run, and `scaled_because` has the reason
-    of the last one in words."""
+    deployment. `scalings` counts how often a person has changed the number of replicas of the run (`asyncrl scale`).
+    `scaled_because` has the reason of the last change in words, also of one by the autoscaler."""
 
     wanted: int | None
     scalings: int

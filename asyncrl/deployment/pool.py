@@ -216,9 +216,9 @@ class ReplicaPool:
         """The run's coordinator. None before the deployment has entered the run, and so before a replica joins it."""
         self.replicas: list[Replica] = []
         self._ending: set[asyncio.Task[None]] = set()
-        self._scalings = 0
+        self._scalings, self._scaled_because = 0, ""
         self._given_up = 0
-        """Number of replicas that were given up since the run's number of replicas was last changed."""
+        """Number of replicas that were given up since `asyncrl scale` was last given."""
         self._lost: list[str] = []
         self._below_since_s: float | None = None
         self._wrong_model: ConfigError | None = None
@@ -252,8 +252,9 @@ class ReplicaPool:
             if replica.work is None and replica.running is not None:
                 self._look_at(replica, own.views.get(replica.name))
         wanted = len(self.replicas) + self._given_up if own.wanted is None else own.wanted
-        if own.scalings != self._scalings:
-            self._scalings, self._given_up = own.scalings, 0
+        if (own.scalings, own.scaled_because) != (self._scalings, self._scaled_because):
+            self._given_up = self._given_up if own.scalings == self._scalings else 0
+            self._scalings, self._scaled_because = own.scalings, own.scaled_because
             logger.info("this deployment should have %d replicas now: %s", wanted, own.scaled_because)
         while len(self.replicas) + self._given_up < wanted:
             self._add()
@@ -262,8 +263,14 @@ class ReplicaPool:
         self._check_size(min(self.config.generator.min_replicas, wanted))
 
     async def end(self) -> None:
-        """Ends all replicas: drains them within the grace, and ends their engines."""
-        await asyncio.gather(*[self._end_and_leave(replica) for replica in self.replicas], *self._ending)
+        """Ends all replicas: drains them within the grace, and ends their engines. Those that are drained already have
+        no longer than the grace either."""
+        await asyncio.gather(*[self._end_and_leave(replica) for replica in self.replicas], self._end_drained())
+
+    async def _end_drained(self) -> None:
+        if self._ending:
+            _, late = await asyncio.wait(self._ending, timeout=self.config.run.shutdown_grace_s)
+            await cancelled(*late)
 
     # --- failures -----------------------------------------------------------------------------------------------
 

@@ -2,9 +2,11 @@
 
 The β of a step depends on recorded numbers of earlier steps only. The learner's process computes it and sends it to the
 ranks with the loss, so it is equal on all ranks and for all micro-batches. The records of all steps before a checkpoint
-are on the disk before it, so a resumed run computes the same β from the last of them.
+are on the disk before it, so a resumed run computes the same β from the last of them. Only the checkpoint at the end of
+a run whose disk is full may have later steps than the records (F27): β then goes on from an older step.
 """
 
+import logging
 from collections.abc import Mapping
 
 from asyncrl.algorithms.calibration import after_step, with_beta
@@ -12,6 +14,8 @@ from asyncrl.algorithms.interfaces import LossFunction
 from asyncrl.algorithms.loss import ObjectiveLoss, build_loss
 from asyncrl.config.schema import Config
 from asyncrl.learner.records import StepRecord
+
+logger = logging.getLogger(__name__)
 
 
 def first_loss(config: Config, before: StepRecord | None = None) -> LossFunction:
@@ -21,6 +25,9 @@ def first_loss(config: Config, before: StepRecord | None = None) -> LossFunction
     if before is None or not isinstance(loss, ObjectiveLoss) or (beta := before.number("penalty_beta")) is None:
         return loss
     resumed = ObjectiveLoss(with_beta(loss.objective, beta))
+    logger.info(
+        "the penalty with control goes on from β = %.6g of step %d, not from the configured one", beta, before.step
+    )
     return next_loss(resumed, before.kl_nats, step=before.step, config=config)
 
 

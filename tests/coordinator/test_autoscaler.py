@@ -292,6 +292,13 @@ def test_a_window_begins_when_the_replicas_generate_when_their_number_changes_an
     assert run.becomes(1, replicas=1, learner=0.9) == [2]
 
 
+def test_a_replica_that_is_silent_now_and_then_delays_no_decision() -> None:
+    run, became = MadeUpRun(), list[int]()
+    for _ in range(5):
+        became += run.becomes(9, replicas=2, learner=0.9) + run.becomes(1, replicas=2, live=1, learner=0.9)
+    assert became[:1] == [3]
+
+
 def test_a_decision_is_about_two_whole_steps_also_if_they_take_longer() -> None:
     run = MadeUpRun()
     assert run.passes(299, replicas=1, learner=0.9, step_s=100) == []

@@ -346,6 +346,8 @@ async def test_the_number_of_replicas_follows_who_waits_for_whom(caplog: pytest.
         lease = asyncio.create_task(coordinator.lease(1, wait_s=FAR_S))
         if learner_waits:
             await clock.passes(5.0)
+            busy = msgspec.structs.replace(report_of("a"), state_seconds={"starting": 50.0, "generating": clock.now_s})
+            await coordinator.heartbeat("a", version, 2, progress_of(*tickets), busy)
         await coordinator.commit([finished(ticket) for ticket in tickets])
         await soon(lease)
         if not learner_waits:
@@ -354,7 +356,7 @@ async def test_the_number_of_replicas_follows_who_waits_for_whom(caplog: pytest.
                     report_of(actor), state_seconds={"starting": 50.0, "blocked_on_staleness": clock.now_s}
                 )
                 await coordinator.heartbeat(actor, version, 2, progress_of(), blocked)
-            await clock.passes(5.0)
+            await clock.passes(20.0)  # a replica was seen to make a group in 6 s
         await coordinator.ack(1, step)
         await clock.passes(1.0)
 

@@ -249,6 +249,9 @@ def test_a_new_number_of_replicas_is_divided_among_the_living_generator_deployme
     clock.now_s += 10.1
     members.gave_up("generator-a", "no memory")
     assert all(members.keep(name) is Attachment.ATTACHED for name in ("l", "small", "new"))
+    assert members.scale(3, because="its own rule", again=False) == {"small": 1, "new": 2}
+    assert (members.given_up, members.scalings) == ({"generator-a": "no memory"}, 3)
+    assert members.scaled_because == "its own rule"
     assert members.scale(3, because="why") == {"small": 1, "new": 2}
     assert (members.given_up, members.scalings) == ({}, 4)
     assert members.keep("large") is Attachment.ATTACHED

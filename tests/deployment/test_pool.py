@@ -4,6 +4,7 @@ replicas changes."""
 import asyncio
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -275,6 +276,19 @@ async def test_the_pool_grows_and_shrinks_to_the_wanted_number(caplog: pytest.Lo
 
 
 @pytest.mark.asyncio
+async def test_a_pool_that_ends_waits_no_longer_than_the_grace_for_a_replica_that_is_drained() -> None:
+    scene = MadeUpPool(replicas=2)
+    both = await scene.begin()
+    scene.pool.config = Config.model_validate({"run": {"shutdown_grace_s": 0.05}})
+    scene.actors.shutdown = asyncio.Event().wait
+    await scene.look(scene.own(wanted=1))
+    assert len(scene.pool.replicas) == 1
+    scene.actors.shutdown = partial(asyncio.sleep, 0)
+    await asyncio.wait_for(scene.pool.end(), timeout=30)
+    assert set(scene.ended) == set(both)
+
+
+@pytest.mark.asyncio
 async def test_a_replica_that_was_given_up_is_not_replaced_by_another_one_until_the_next_scaling() -> None:
     scene = MadeUpPool(replicas=2, max_restarts=0)
     first, _ = await scene.begin()
@@ -283,6 +297,8 @@ async def test_a_replica_that_was_given_up_is_not_replaced_by_another_one_until_
     for _ in range(3):
         await scene.look(scene.own(wanted=2))
     assert len(scene.made) == 2
+    await scene.look(msgspec.structs.replace(scene.own(wanted=2), scaled_because="the autoscaler's reason"))
+    assert len(scene.made) == 2, "only a person tries again"
     again = msgspec.structs.replace(scene.own(wanted=2), scalings=7)
     await scene.look(again)
     assert len(scene.made) == 3, "`asyncrl scale` with the same number tries again"

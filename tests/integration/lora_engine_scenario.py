@@ -28,7 +28,7 @@ from asyncrl.weights.staging import StagedWeights
 
 PROMPTS = [[7, 8, 9, 10], [11, 12, 13], [20, 21, 22, 23, 24]]
 MAX_TOKENS = 50
-SWAPS = 16
+SWAPS = 24
 SWAP_EVERY_S = 0.15
 GROUPS = 12
 """Groups that run at the same time. Each begins again when it has ended, until the last swap."""

@@ -48,7 +48,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_every_token_of_a_sequence_has_the_version_of_its_adapter(found: Any) -> None:
     swapping = found["swapping"]
     assert swapping["tokens"] > 1000
-    assert swapping["versions"] > 10, "the adapters did not change while sequences were sampled"
+    assert swapping["versions"] > 3, "the adapters did not change while sequences were sampled"
     assert swapping["apart_nats"] < PARITY_NATS
     assert swapping["least_apart_from_another_version_nats"] > 100 * PARITY_NATS, "the versions are too similar"
 

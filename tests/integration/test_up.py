@@ -232,6 +232,7 @@ NO_DATA_WHEN_HEALTHY = {
     "learning / Reward by part / A": "there is no mixture",
     **{f"learning / Episodes of agents / {query}": "there are no agents" for query in "ABC"},
     "learning / KL to the reference / A": "the objective does not use the reference",
+    "learning / Penalty's β / A": "no penalty of the objective has control",
     WITNESSED["bounds"]: "the objective has no bound that depends on the whole step",
     "learning / Memory of the learner's fullest GPU / A": "the ranks have no GPU",
     "AsyncrlMirrorBehind": "the run has no mirror",
