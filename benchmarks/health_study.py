@@ -1,10 +1,12 @@
-"""Trains runs that are broken on purpose, one for each kind of health note, and recipes without a fault.
+"""Trains runs that are broken on purpose, and recipes without a fault. There is a run for each kind of health note,
+except for those that need an error in the code: `nothing_trained`, `not_verified` and `parity`.
 
     python benchmarks/health_study.py --write
 
 The table in docs/benchmarks.md says which note each run had first, and at which step. A note of a broken run is right
 if it is the first one, and appears within `WITHIN_STEPS` steps. A note about held-out rewards has `WITHIN_EVALUATIONS`
-evaluations. A recipe without a fault may have no note. The two runs of SmolLM2 need its folder, which
+evaluations. A recipe without a fault may have no note, and must train all of its steps. A run that fails is wrong. The
+two runs of SmolLM2 need its folder, which
 `benchmarks/make_smollm2.py models/SmolLM2-135M-Instruct` makes.
 
 The command may be ended and given again: a run whose result is in its folder is not trained again. `--only` trains some
@@ -68,12 +70,13 @@ TABLE = ("run", "expected note", "first note", "in step", "notes at the end", ""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """A run: what is broken in it, a recipe of `configs/`, its overrides, and the note that it must have first; None
-    for a run without a fault."""
+    for a run without a fault, which has to train `steps` steps."""
 
     what: str
     config: str = "quickstart"
     settings: tuple[str, ...] = ()
     expected: Concern | None = None
+    steps: int = 0
 
 
 BROKEN: Mapping[str, Run] = {
@@ -211,7 +214,7 @@ BROKEN: Mapping[str, Run] = {
     ),
 }
 HEALTHY: Mapping[str, Run] = {
-    name: Run(what=f"`{name}`, {steps} steps", config=config, settings=(f"learner.total_steps={steps}", *more))
+    name: Run(what=f"`{name}`, {steps} steps", config=config, settings=tuple(more), steps=steps)
     for name, config, steps, *more in (
         ("quickstart", "quickstart", 20),
         ("lora", "lora", 20),
@@ -250,7 +253,7 @@ class Seen:
 
 
 def command(name: str, run: Run, *, folder: Path) -> list[str]:
-    own = FAST if run.expected is not None else ()
+    own = FAST if run.expected is not None else (f"learner.total_steps={run.steps}",)
     words = ["up", "-c", str(REPOSITORY / "configs" / f"{run.config}.yaml"), *SHORT, *own, *run.settings]
     return [sys.executable, "-m", "asyncrl", *words, f"run.dir={folder}", f"run.name={name}"]
 
@@ -311,10 +314,13 @@ def _lines(path: Path, kind: type[Line]) -> list[Line]:
     return read_lines(path, kind) if path.is_file() else []
 
 
-def is_right(run: Run, seen: Seen) -> bool:
-    """Whether the first note is the expected one and came in time, or whether a recipe without a fault has none."""
+def is_right(run: Run, seen: Seen, end: End) -> bool:
+    """Whether the run ended in order, and its first note is the expected one and came in time. A recipe without a fault
+    must have trained all of its steps without a note."""
+    if end.code != 0:
+        return False
     if run.expected is None or seen.first is None:
-        return run.expected is None and seen.first is None
+        return run.expected is None and seen.first is None and seen.recorded >= run.steps
     in_time = seen.steps <= WITHIN_STEPS
     if run.expected is Concern.HELDOUT:
         in_time = seen.evaluations <= WITHIN_EVALUATIONS
@@ -327,7 +333,7 @@ def row(run: Run, seen: Seen, end: End) -> list[str]:
     if run.expected is Concern.HELDOUT and seen.first is not None:
         at += f", evaluation {seen.evaluations}"
     last = ", ".join(f"`{note.concern}`" for note in seen.last) or "none"
-    said = "right" if is_right(run, seen) else "**wrong**"
+    said = "right" if is_right(run, seen, end) else "**wrong**"
     if end.code != 0:
         said += f"; ended after {seen.recorded} steps: {end.words}"
     expected = "none" if run.expected is None else f"`{run.expected}`"
@@ -344,7 +350,7 @@ def page(folder: Path, *, busy: float) -> list[str]:
         seen = seen_in(folder / name)
         lines.append(row(run, seen, end))
         count = verdicts[run.expected is not None]
-        count[0] += is_right(run, seen)
+        count[0] += is_right(run, seen, end)
         count[1] += 1
     text = [[*TABLE], ["---"] * len(TABLE), *lines]
     (broken, all_broken), (healthy, all_healthy) = verdicts[True], verdicts[False]
@@ -354,7 +360,8 @@ def page(folder: Path, *, busy: float) -> list[str]:
         *[f"| {' | '.join(cells)} |" for cells in text],
         "",
         f"{broken} of {all_broken} broken runs had the right note first and in time, and {healthy} of {all_healthy} "
-        f"recipes without a fault had no note. Runs without a result: {', '.join(missing) or 'none'}.",
+        f"recipes without a fault had all of their steps and no note. Runs without a result: "
+        f"{', '.join(missing) or 'none'}.",
     ]
 
 

@@ -51,7 +51,7 @@ def compare(
     keys = by or []
     with contextlib.ExitStack() as open_runs:
         directories = [open_runs.enter_context(recorded_run(run, MirroredRun.records)) for run in runs]
-        groups = read_compared(directories, info_of=as_it_is, by=keys)
+        groups = read_compared(directories, info_of=as_it_is, by=keys, names=runs)
     for table in terminal_tables(groups, by=keys):
         ShownConsole().print(table)
     print_warnings([group.note for group in groups if group.note])

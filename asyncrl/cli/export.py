@@ -56,11 +56,11 @@ def export(
 
     def fetch(mirror: MirroredRun) -> None:
         mirror.records()
-        mirror.checkpoint(_step(mirror.directory, mirror.steps, at))
+        mirror.checkpoint(_step(mirror.directory, mirror.steps, at, run=run))
 
     with recorded_run(run, fetch) as directory:
         config = read_config(directory)
-        step = _step(directory, complete_steps(directory / CHECKPOINTS), at)
+        step = _step(directory, complete_steps(directory / CHECKPOINTS), at, run=run)
         checkpoint, manifest = found_checkpoint(directory, step)
         if config.model.lora is not None:
             _export_adapter(config, checkpoint, folder, merge=merge)
@@ -71,15 +71,16 @@ def export(
     say(str(folder))
 
 
-def _step(directory: Path, steps: Sequence[int], at: str | None) -> int | None:
+def _step(directory: Path, steps: Sequence[int], at: str | None, *, run: str) -> int | None:
     """Returns the step of the checkpoint that --at names; None for the newest one. With `--at best`, this is the one of
-    `steps` whose evaluation on the held-out set `checkpoint.best_eval` has the highest reward."""
+    `steps` whose evaluation on the held-out set `checkpoint.best_eval` has the highest reward. `run` is the run's name
+    on the command line."""
     if at != BEST:
         return None if at is None else step_of(at)
     name = read_config(directory).checkpoint.best_eval
     if (best := best_of(directory, steps, name=name)) is None:
         raise ConfigError(
-            f"--at {BEST}: no checkpoint of the run in {directory} has an evaluation {name}; name one, such as "
+            f"--at {BEST}: no checkpoint of the run {run} has an evaluation {name}; name one, such as "
             "step-140, or run with eval.every_steps and checkpoint.keep_best"
         )
     return best.step

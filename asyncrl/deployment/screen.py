@@ -100,19 +100,17 @@ class LearnerDisplay:
 
     def show(self) -> None:
         self._update()
-        self.metrics.health(note.concern for note in self._run.notes)
-        self.screen.show(
-            LiveView(config=self.config, phase=self.phase(), elapsed_s=self.screen.elapsed_s, run=self._until_now())
-        )
+        run = self._until_now()
+        self.metrics.health(note.concern for note in run.notes)
+        if run.training is not None:
+            self.metrics.effective_training_time(run.training.ratio)
+        self.screen.show(LiveView(config=self.config, phase=self.phase(), elapsed_s=self.screen.elapsed_s, run=run))
 
     def _until_now(self) -> RunView:
-        """Returns the view with the wall time until now, which it also shows in the metrics: the share that trains
-        must fall while no step ends."""
+        """Returns the view with the wall time until now: the share that trains must fall while no step ends."""
         if (training := self._run.training) is None:
             return self._run
-        training = replace(training, wall_s=self.log.wall_s())
-        self.metrics.effective_training_time(training.ratio)
-        return replace(self._run, training=training)
+        return replace(self._run, training=replace(training, wall_s=self.log.wall_s()))
 
     def _update(self) -> None:
         """Makes the view again if something is new: it reads all records, on the event loop that trains."""

@@ -6,7 +6,8 @@ productive runtime what was trained again after a failure, and the time of each 
 
     ETTR = Σ t_i / (T − T_0),  over the steps i that count
 
-- T_0 is the first start of the run, and T is its end, or now if it goes on (`RunInfo.wall_s`).
+- T_0 is the first start of the run, and T is its end, or now if it goes on (`RunInfo.wall_s`). A run on another host
+  may have died unseen, so a reader of its directory takes its last record as T.
 - A step counts if it was trained, and if the run did not go back to a checkpoint before it. A step that was trained
   twice counts once: its first time is in `LOST_STEPS`.
 - t_i is the time from the end of the record before until the end of step i. It includes the wait for groups, the
@@ -46,7 +47,8 @@ class TrainingTime:
         >>> TrainingTime(wall_s=600.0, trained_s=450.0, starting_s=90.0).ratio
         0.75
         """
-        return self.trained_s / self.wall_s if self.wall_s > 0 else 0.0
+        # the clock may be set back after the last step
+        return min(1.0, self.trained_s / self.wall_s) if self.wall_s > 0 else 0.0
 
     @property
     def other_s(self) -> float:

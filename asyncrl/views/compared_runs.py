@@ -65,7 +65,11 @@ class Row(NamedTuple):
 
 
 def read_compared(
-    paths: Sequence[Path], *, info_of: Callable[[Path], RunInfo | None], by: Sequence[str] = ()
+    paths: Sequence[Path],
+    *,
+    info_of: Callable[[Path], RunInfo | None],
+    by: Sequence[str] = (),
+    names: Sequence[str] | None = None,
 ) -> list[Group]:
     """Returns the runs of these run directories in groups, in the order of their first runs. Runs that differ only in
     the settings `by` (dotted keys, or sections) are a group. Without `by`, each run is a group.
@@ -73,29 +77,33 @@ def read_compared(
     `info_of` returns the content of run.json for a directory. For a run that was killed it has the state `died`, while
     the file still says `running`.
 
-    Raises ConfigError if there are not two different directories, or if no run has a setting of `by`. Raises RunError
-    if one is not a run directory, or if its run has trained no step.
+    `names` are the words with which the user named the directories, by default their paths: for the URL of a mirror,
+    the path is that of a temporary directory.
+
+    Raises ConfigError if there are not two different directories and names, or if no run has a setting of `by`. Raises
+    RunError if one is not a run directory, or if its run has trained no step.
     """
     if len(paths) < 2:
         raise ConfigError(f"asyncrl compare: got {len(paths)} run, but it compares two or more; name other runs")
-    resolved = [path.resolve() for path in paths]
-    seen: set[Path] = set()
-    for path, real in zip(paths, resolved, strict=True):
-        if real in seen:
-            raise ConfigError(f"asyncrl compare: {path} is named twice; name each run once")
-        seen.add(real)
+    resolved, names = [path.resolve() for path in paths], names or [str(path) for path in paths]
+    seen: set[Path | str] = set()
+    for real, name in zip(resolved, names, strict=True):
+        if seen & {real, name.rstrip("/")}:
+            raise ConfigError(f"asyncrl compare: {name} is named twice; name each run once")
+        seen |= {real, name.rstrip("/")}
     unique = len({path.name for path in resolved}) == len(paths)
     runs = [
-        _read(path, label=path.resolve().name if unique else str(path), by=by, info=info_of(path)) for path in paths
+        _read(path, name=name, label=real.name if unique else name, by=by, info=info_of(path))
+        for path, real, name in zip(paths, resolved, names, strict=True)
     ]
     _check_by(runs, by)
     return list(_groups(runs, by))
 
 
-def _read(path: Path, *, label: str, by: Sequence[str], info: RunInfo | None) -> Compared:
+def _read(path: Path, *, name: str, label: str, by: Sequence[str], info: RunInfo | None) -> Compared:
     records = read_run(path, info=info)
     if (totals := records.totals) is None:
-        raise RunError(f"{path} has no trained step to compare; leave this run out, or wait for its first step")
+        raise RunError(f"{name} has no trained step to compare; leave this run out, or wait for its first step")
     settings = flat_config(records.config)
     of_by = [key for key in settings if key not in OWN_KEYS and _is_of(key, by)]
     seed = tuple(f"{key}={as_text(settings[key])}" for key in of_by)

@@ -11,9 +11,11 @@ text.
 """
 
 import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 
@@ -50,9 +52,10 @@ from asyncrl.views.setting import Setting, setting_at
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecords:
-    """The records of a run. `wall_s` is the time since its first start, until its end or until they were read. `lost`
-    has the records of steps that were lost when the run was resumed from an earlier checkpoint. `samples` has the
-    samples of a few steps, by step, and `steps_with_samples` is the number of steps whose samples are recorded."""
+    """The records of a run. `wall_s` is the time since its first start, until its end or until they were read; for a
+    run of another host whose end is not recorded, until the last record. `lost` has the records of steps that were lost
+    when the run was resumed from an earlier checkpoint. `samples` has the samples of a few steps, by step, and
+    `steps_with_samples` is the number of steps whose samples are recorded."""
 
     info: RunInfo
     config: Config
@@ -117,20 +120,38 @@ def read_run(path: Path, *, info: RunInfo | None = None) -> RunRecords:
         ) from error
     samples, steps_with_samples = some_samples(path)
     info = info or written
+    steps, evals = read_lines(path / "steps.jsonl", StepRecord), read_lines(path / "evals.jsonl", EvalRecord)
     return RunRecords(
         info=info,
-        wall_s=info.wall_s(time.time()),
+        wall_s=info.wall_s(_last_known_s(info, steps, evals)),
         config=read_config(path),
         config_text=read(path / "config.yaml").decode(),
         setting=setting_at(path),
-        steps=read_lines(path / "steps.jsonl", StepRecord),
+        steps=steps,
         lost=read_lines(path / LOST_STEPS, StepRecord),
-        evals=read_lines(path / "evals.jsonl", EvalRecord),
+        evals=evals,
         summary=summary,
         samples=samples,
         steps_with_samples=steps_with_samples,
         failures=failures,
     )
+
+
+def _last_known_s(info: RunInfo, steps: Sequence[StepRecord], evals: Sequence[EvalRecord]) -> float:
+    """Returns the Unix time until which it is known that the run went on: now, or, for a run of another host, the time
+    of its last record. That host may be lost, and then run.json says `running` for ever.
+
+    The `wall_s` of records continues from that of the checkpoint, so it is counted from the last start.
+    """
+    if info.host == socket.gethostname():
+        return time.time()
+    if not info.resumed:
+        began_s, before_s = datetime.fromisoformat(info.started).timestamp(), 0.0
+    else:
+        began_s = info.resumed[-1].unix_time_s
+        before_s = max((record.wall_s for record in steps if record.step < info.resumed[-1].step), default=0.0)
+    last_s = max([record.wall_s for record in steps] + [record.wall_s for record in evals], default=0.0)
+    return min(time.time(), began_s + max(0.0, last_s - before_s))
 
 
 def write_report(path: Path, *, output: Path | None = None, info: RunInfo | None = None) -> Path:

@@ -1,6 +1,7 @@
 """The study of broken runs: which note it finds first, what counts as right, and which runs it trains again."""
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,12 +10,16 @@ import msgspec
 import pytest
 from health_study import BROKEN, HEALTHY, RUNS, End, Run, is_right, page, row, seen_in
 from made_up_run import make_step
+from report_page import PAGE
 from written_runs import write_run
 
 from asyncrl.common.concern import Concern
 from asyncrl.learner.records import EvalRecord
 
 ENDED = End(code=0, seconds=9, words="")
+FAILED = End(code=2, seconds=9, words="error: no room")
+WITHOUT_A_RUN = {Concern.NOTHING_TRAINED, Concern.NOT_VERIFIED, Concern.PARITY}
+"""Notes that need an error in the code."""
 CUT = Run(what="too short", expected=Concern.CUT)
 
 
@@ -24,12 +29,13 @@ def test_the_first_note_has_the_number_of_steps_after_which_a_reader_had_it(tmp_
     )
     assert seen.first is not None
     assert (seen.first.concern, seen.steps, seen.recorded, len(seen.last)) == (Concern.CUT, 3, 6, 1)
-    assert is_right(CUT, seen)
+    assert is_right(CUT, seen, ENDED)
+    assert not is_right(CUT, seen, FAILED)
     assert row(CUT, seen, ENDED)[2:] == [
         "`cut`: 100 % of the answers of the last 3 steps are cut at their length limit", "3", "`cut`", "right",
     ]  # fmt: skip
-    assert not is_right(Run(what="healthy"), seen)
-    assert not is_right(Run(what="another fault", expected=Concern.ENTROPY), seen)
+    assert not is_right(Run(what="healthy"), seen, ENDED)
+    assert not is_right(Run(what="another fault", expected=Concern.ENTROPY), seen, ENDED)
 
 
 def test_a_note_that_comes_late_is_wrong_and_a_recipe_without_one_is_right(tmp_path: Path) -> None:
@@ -38,10 +44,9 @@ def test_a_note_that_comes_late_is_wrong_and_a_recipe_without_one_is_right(tmp_p
     assert late.steps == 14, "the mean of all steps is above the limit from then on"
     assert row(CUT, late, ENDED)[-1] == "**wrong**"
     healthy = seen_in(write_run(tmp_path / "healthy", [make_step(step) for step in range(20)], evals=False))
-    assert is_right(Run(what="healthy"), healthy)
-    assert not is_right(CUT, healthy)
-    died = End(code=1, seconds=9, words="error: no room")
-    assert row(CUT, healthy, died)[-1] == "**wrong**; ended after 20 steps: error: no room"
+    assert is_right(Run(what="healthy", steps=20), healthy, ENDED)
+    assert not is_right(CUT, healthy, ENDED)
+    assert row(CUT, healthy, FAILED)[-1] == "**wrong**; ended after 20 steps: error: no room"
 
 
 @pytest.mark.parametrize(("every", "right"), [(4, True), (3, False)])
@@ -57,11 +62,25 @@ def test_a_note_about_held_out_rewards_has_three_evaluations(every: int, right: 
     seen = seen_in(run)
     assert seen.first is not None
     assert (seen.first.concern, seen.evaluations) == (Concern.HELDOUT, len(rewards))
-    assert is_right(Run(what="mislabelled", expected=Concern.HELDOUT), seen) is right
+    assert is_right(Run(what="mislabelled", expected=Concern.HELDOUT), seen, ENDED) is right
 
 
-def test_each_run_has_its_expected_note_and_recipes_have_none() -> None:
-    assert len({run.expected for run in BROKEN.values()} - {None}) >= 12
+def test_a_recipe_that_fails_or_has_fewer_steps_is_wrong(tmp_path: Path) -> None:
+    nothing = seen_in(tmp_path)
+    assert (nothing.first, nothing.recorded) == (None, 0)
+    recipe = Run(what="healthy", steps=20)
+    assert row(recipe, nothing, FAILED)[-1] == "**wrong**; ended after 0 steps: error: no room"
+    fewer = seen_in(write_run(tmp_path, [make_step(step) for step in range(19)], evals=False))
+    assert row(recipe, fewer, ENDED)[-1] == "**wrong**"
+    (tmp_path / "quickstart").mkdir()
+    (tmp_path / "quickstart.json").write_text(json.dumps(asdict(FAILED)))
+    assert "and 0 of 1 recipes without a fault had all of their steps and no note" in page(tmp_path, busy=0.0)[-1]
+
+
+def test_each_note_has_a_run_unless_the_page_names_it_and_recipes_have_none() -> None:
+    assert {run.expected for run in BROKEN.values()} == {*Concern} - {Concern.BOTTLENECK} - WITHOUT_A_RUN
+    [said] = re.findall(r"except for those that need an error in the code:\n(.*?)\. ", PAGE.read_text())
+    assert {*re.findall(r"`(\w+)`", said)} == WITHOUT_A_RUN
     assert {run.expected for run in HEALTHY.values()} == {None}
     assert len(HEALTHY) == 10
 

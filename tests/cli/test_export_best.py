@@ -48,5 +48,5 @@ def test_without_an_evaluation_there_is_no_best_checkpoint(tmp_path: Path) -> No
     run = run_with(tmp_path, (1, "heldout", 0.1))
     done = CliRunner().invoke(app, ["export", str(run), str(tmp_path / "out"), "--at", "best"])
     assert done.exit_code == 2
-    assert "--at best: no checkpoint of the run in" in done.output
+    assert "--at best: no checkpoint of the run " in done.output
     assert "has an evaluation sums" in done.output

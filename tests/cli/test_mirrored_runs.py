@@ -97,6 +97,27 @@ def test_a_mirror_is_read_as_the_directory_is_and_nothing_is_left(
     assert files_of(mirror) == before
 
 
+def test_runs_that_are_compared_have_the_names_of_the_command_line(mirror: Path, written: Path) -> None:
+    url, local = f"file://{mirror}", str(written / "runs" / "quick")
+    said = stdout_of("compare", url, local, "-o", "page.html", "--csv", "numbers.csv")
+    numbers = Path("numbers.csv").read_text()
+    assert url in numbers
+    assert local in numbers
+    assert str(mirror.parents[1] / "temporary") not in said + numbers + Path("page.html").read_text()
+
+
+def test_an_export_that_finds_no_evaluation_names_the_url(mirror: Path) -> None:
+    (mirror / "evals.jsonl").write_bytes(b"")
+    done = CliRunner().invoke(app, ["export", f"file://{mirror}", "weights", "--at", "best"])
+    assert f"--at best: no checkpoint of the run file://{mirror} has an evaluation heldout" in done.stderr
+
+
+def test_a_url_that_is_named_twice_is_refused_as_a_directory_is(mirror: Path) -> None:
+    done = CliRunner().invoke(app, ["compare", f"file://{mirror}", f"file://{mirror}/"])
+    assert done.exit_code == 2
+    assert f"file://{mirror}/ is named twice; name each run once" in done.stderr
+
+
 def test_the_page_and_the_certificate_of_a_mirror_are_written_to_the_working_directory(mirror: Path) -> None:
     assert stdout_of("report", f"file://{mirror}") == "report.html\n"
     assert "<title>quick" in Path("report.html").read_text()

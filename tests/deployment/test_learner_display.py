@@ -56,3 +56,6 @@ def test_the_view_is_made_again_only_for_new_records_failures_or_cores(monkeypat
     display.show()
     assert (len(made), gauge[-2:]) == (6, [0.5, 0.25]), "the share of time that trains falls while no step ends"
     assert shown[-1].run.training == TrainingTime(wall_s=200.0, trained_s=50.0)
+    now_s[0] = 40.0  # the clock was set back
+    display.show()
+    assert gauge[-1] == 1.0

@@ -20,7 +20,6 @@ KINDS = {
     r"ray::CoordinatorActor": "buffer",
     r"ray::(RowStore|PartitionActor|WeightStore)": "stores of rows and weights",
     r".*\basyncrl\b.* (up|learner|generator|head)\b": "command",
-    r".*scoring": "scoring process",
 }
 """Patterns of the name or the command of a process, and its kind in the table. The first one that matches counts."""
 COLLECTIVES = ("engine", "rank of the learner")
@@ -29,7 +28,8 @@ are not of metrics are those of a Ray that asyncrl started, unless `ray.address`
 
 
 class Listener(NamedTuple):
-    """A row of the table: the kind of a process, the class of its address, and the setting that can change it."""
+    """A row of the table: the kind of a process, the class of its address, and the setting that can change it. The
+    setting follows from the kind of the process and the port, so a comparison does not find a wrong one."""
 
     process: str
     address: str

@@ -1,7 +1,6 @@
 """The Ray of `asyncrl up`, of the README's two terminals, and of your own loop: all sockets listen at the loopback
 address, and a connection without the token is refused."""
 
-import contextlib
 import json
 import os
 import re
@@ -19,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import REPOSITORY
+from listening_sockets import Listener, listeners
 
 pytestmark = pytest.mark.integration
 
@@ -89,19 +89,6 @@ def joined(address: str, home: Path, run: str = "other", **changed: str) -> subp
         [sys.executable, "-c", JOIN, address, run],
         env=environment(home, **changed), capture_output=True, text=True, timeout=360, check=False,
     )  # fmt: skip
-
-
-def listening(starter: psutil.Process) -> set[tuple[str, str]]:
-    """Returns the name and the address of each listening socket of this process and its descendants."""
-    names, family = {}, [starter]
-    with contextlib.suppress(psutil.NoSuchProcess):
-        family += starter.children(recursive=True)
-    for process in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            names[process.pid] = process.name()
-    # One list of all sockets. A list for each of Ray's processes takes a fifth of a core.
-    sockets = [each for each in psutil.net_connections("inet") if each.status == psutil.CONN_LISTEN]
-    return {(names[each.pid], each.laddr.ip.removeprefix("::ffff:")) for each in sockets if each.pid in names}
 
 
 def test_nothing_of_it_listens_beyond_this_machine(own_ray: tuple[dict[str, Any], Path]) -> None:
@@ -181,7 +168,7 @@ def test_the_readmes_head_listens_on_this_machine_alone_is_joined_and_ends_when_
             time.sleep(0.2)  # polls another process
         done = joined("auto", tmp_path, "quickstart")
         assert "answer 7" in done.stdout, done.stderr
-        assert {address for _, address in listening(head)} == {"127.0.0.1"}
+        assert {each.address for each in listeners([head], metrics=())} == {"127.0.0.1"}
         daemons = head.children(recursive=True)
         assert {"raylet", "gcs_server"} <= {process.name() for process in daemons}
         head.send_signal(signal.SIGINT)
@@ -244,11 +231,11 @@ def test_the_examples_of_own_loops_run_as_they_are_and_on_this_machine_alone(mod
             cwd=tmp_path, env=environment(tmp_path), stdout=file, stderr=subprocess.STDOUT,
         )  # fmt: skip
     deadline_s = time.monotonic() + 800
-    seen: list[set[tuple[str, str]]] = [set() for _ in SAID]
+    seen: list[set[Listener]] = [set() for _ in SAID]
     try:
         while loop.poll() is None:
             assert time.monotonic() < deadline_s, output.read_text()[-4000:]
-            running = listening(loop)
+            running = listeners([loop], metrics=())
             number = len(re.findall(r"^example \d$", output.read_text(), re.MULTILINE)) - 1
             seen[max(0, number)] |= running
             time.sleep(1)  # polls another process
@@ -261,8 +248,8 @@ def test_the_examples_of_own_loops_run_as_they_are_and_on_this_machine_alone(mod
     _, *outputs = re.split(r"^example \d$", output.read_text(), flags=re.MULTILINE)
     for said, printed, sockets in zip(SAID, outputs, seen, strict=True):
         assert re.search(said, printed, re.MULTILINE), printed[-4000:]
-        assert {"gcs_server", "raylet"} <= {name for name, _ in sockets}
-        assert {address for _, address in sockets} == {"127.0.0.1"}
+        assert {"Ray's GCS", "Ray's raylet"} <= {each.process for each in sockets}
+        assert {each.address for each in sockets} == {"127.0.0.1"}
     [checkpoint] = (tmp_path / "checkpoints").iterdir()
     assert checkpoint.name == "step-3"
     assert {path.name for path in checkpoint.iterdir()} == {"weights", "optimizer", "tokenizer"}

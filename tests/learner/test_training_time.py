@@ -1,6 +1,7 @@
 """The effective training time ratio of invented runs, by hand: what was trained again counts once, and starts, repeated
 steps and the time without a learner do not train."""
 
+import dataclasses
 import doctest
 from typing import Any
 
@@ -61,6 +62,8 @@ def test_a_run_without_a_step_has_trained_for_no_time(steps: list[StepRecord], w
 
 def test_a_clock_that_was_set_back_gives_no_ratio_above_one() -> None:
     assert training_time(make_process(range(0, 30), start_s=100.0), wall_s=200.0).ratio == 1.0
+    spent = training_time(make_process(range(0, 30), start_s=100.0), wall_s=400.0)
+    assert dataclasses.replace(spent, wall_s=100.0).ratio == 1.0, "until the next step, only the wall time is new"
 
 
 def run_info(**changed: Any) -> RunInfo:

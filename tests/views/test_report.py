@@ -5,7 +5,9 @@ import json
 import re
 import tomllib
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -21,7 +23,7 @@ from asyncrl.config.schema import Config
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import FailureClass, RunError
 from asyncrl.learner.records import EvalRecord, ForkPoint, Resumption, state_shares
-from asyncrl.views import report_staleness
+from asyncrl.views import report, report_staleness
 from asyncrl.views.charts import Series
 from asyncrl.views.report import read_run, report_html, write_report
 from asyncrl.views.report_panels import bins_of, evaluations, restart_marks, smooth, windows_of
@@ -100,6 +102,21 @@ def test_the_totals_have_the_mean_and_the_lowest_effective_sample_size(tmp_path:
     assert "effective sample size, mean of the steps 0.750 effective sample size, lowest step 0.500 " in words
     unmeasured = [make_step(step, ess_ratio=None) for step in range(3)]
     assert "effective sample size, " not in report_html(read_run(write_run(tmp_path / "none", unmeasured)))
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_the_time_of_a_run_whose_machine_was_lost_ends_at_its_last_record(
+    resumed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, info = killed_and_resumed(tmp_path)
+    now_s = datetime.fromisoformat(info.started).timestamp() + 9999.0
+    monkeypatch.setattr(report, "time", SimpleNamespace(time=lambda: now_s))
+    there = msgspec.structs.replace(info, state="running", host="elsewhere", finished=None)
+    if not resumed:
+        there = msgspec.structs.replace(there, resumed=[])
+    found = read_run(path, info=there)
+    assert found.wall_s == (400.0 + 258.0 if resumed else found.steps[-1].wall_s)
+    assert read_run(path, info=msgspec.structs.replace(there, host=info.host)).wall_s == 9999.0
 
 
 def test_the_effective_training_time_of_a_run_that_was_killed_and_resumed_is_of_its_records(tmp_path: Path) -> None:
