@@ -125,9 +125,8 @@ class MirroredRun:
             except CheckpointOfOtherFormat:
                 raise
             except _DAMAGED as error:
-                logger.warning(
-                    "%s in %s cannot be used (%s); the next older checkpoint is taken", name, self._store.url, error
-                )
+                older = "" if step is not None else "; the next older checkpoint is taken, if there is one"
+                logger.warning("%s in %s cannot be used (%s)%s", name, self._store.url, error, older)
         wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise RunError(f"{self._store.url} has {wanted} that is complete and undamaged")
 
@@ -250,7 +249,8 @@ def _cut(path: Path, sent: Sent | None) -> None:
     that was killed, may have sent more steps, and not yet their records for the audit."""
     if sent is not None and path.exists():
         content = read(path, most=FILE_BYTES)
-        if xxhash.xxh3_128_hexdigest(content[: sent.nbytes]) == sent.xxh3:
+        # without the first condition, the mirror could enlarge the file
+        if 0 <= sent.nbytes <= len(content) and xxhash.xxh3_128_hexdigest(content[: sent.nbytes]) == sent.xxh3:
             os.truncate(path, sent.nbytes)
 
 
