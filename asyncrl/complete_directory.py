@@ -115,7 +115,7 @@ def complete(path: Path) -> tuple[Path, Marker]:
     for name, nbytes in marker.files.items():
         if found.get(name) != nbytes:
             raise CheckpointDamaged(
-                f"{path / name} has {found.get(name, 'no')} bytes, but {COMPLETE} lists {nbytes}; load an earlier "
+                f"{path}: {name!a} has {found.get(name, 'no')} bytes, but {COMPLETE} lists {nbytes}; load an earlier "
                 "checkpoint"
             )
     return path, marker

@@ -1,10 +1,12 @@
 """Nothing that a process shows has control characters or secrets, whichever way it takes."""
 
+import gc
 import json
 import logging
 import os
 import re
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from asyncrl import shown_text
-from asyncrl.cli.main import app
+from asyncrl.cli.main import app, main
 from asyncrl.cli.preflight import checked_config
 from asyncrl.cli.start import reported_run, shown_run
 from asyncrl.cli.terminal import say
@@ -94,6 +96,20 @@ def test_the_log_of_an_actor_shows_nothing_harmful(
     monkeypatch.setattr(logging, "root", logging.RootLogger(logging.WARNING))  # pytest's has handlers already
     log_to_stderr()
     logging.root.info("group %s failed: %s", "7.0", HOSTILE)
+    assert_harmless(capsys.readouterr().err)
+
+
+def test_a_warning_of_a_command_without_a_log_shows_nothing_harmful(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])  # those of pytest
+    monkeypatch.setattr(logging.lastResort, "formatter", None)
+    monkeypatch.setattr(sys, "argv", ["asyncrl", "--version"])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(gc, "set_threshold", lambda *_: None)
+    with pytest.raises(SystemExit):
+        main()
+    logger.warning("%s cannot be used", HOSTILE)
     assert_harmless(capsys.readouterr().err)
 
 

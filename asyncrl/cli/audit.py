@@ -1,16 +1,14 @@
 """`asyncrl audit RUN`: checks from a run's records that every prompt was trained exactly once by known weights."""
 
-import os
 import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from asyncrl.cli.options import RunOrMirror, Trust, recorded_run
+from asyncrl.cli.options import RunOrMirror, Trust, check_writable, recorded_run
 from asyncrl.cli.terminal import say
 from asyncrl.deployment.fetching import MirroredRun, is_url
-from asyncrl.errors import ConfigError
 from asyncrl.learner.audit_records import AUDIT
 
 WitnessSteps = Annotated[
@@ -62,10 +60,10 @@ def audit(
     from asyncrl.deployment.local_clusters import use_ray_token
 
     use_ray_token(own=True)  # before `_audit` imports ray, which check 5 may start
-    if certificate is not None and not os.access(certificate.absolute().parent, os.W_OK):
-        raise ConfigError(f"--certificate {certificate}: its folder is missing or cannot be written; name another file")
     if certificate is None and witness_steps and is_url(run):
         certificate = Path("certificate.json")
+    if certificate is not None:
+        check_writable("--certificate", certificate)
     with recorded_run(run, _fetch) as directory:
         _audit(directory, trust=trust, witness_steps=witness_steps, path=certificate)
 

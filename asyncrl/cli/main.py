@@ -12,6 +12,7 @@ because its start did not end within `run.shutdown_grace_s`.
 
 import gc
 import importlib
+import logging
 import os
 import sys
 import traceback
@@ -26,7 +27,7 @@ from asyncrl.cli.restarts import RESTART_MENDS, ends_on_purpose, report_death, s
 from asyncrl.cli.terminal import command_app, say
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.run_files import OF_DAMAGED_FILES
-from asyncrl.shown_text import shown
+from asyncrl.shown_text import LogFormatter, shown
 
 SUPERVISED = ("up", "resume", "fork", "learner")
 """The commands that are started again after their process has died, or after an error that a restart may fix."""
@@ -177,6 +178,8 @@ def main() -> None:
     # By default the garbage collector looks at new objects so often that this takes a seventh of the time of imports.
     gc.set_threshold(GARBAGE_AFTER)
     sys.excepthook = _show_traceback
+    if logging.lastResort is not None:  # it prints the warnings of commands that have no log
+        logging.lastResort.setFormatter(LogFormatter())
     if sys.argv[1:2] and sys.argv[1] in SUPERVISED:
         supervise()
     reported = sys.argv[1:2] and sys.argv[1] in REPORTED

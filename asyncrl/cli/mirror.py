@@ -4,15 +4,17 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from asyncrl.checkpoints.directory import CHECKPOINTS, folders, verified
-from asyncrl.cli.options import RecordedRun, Trust
+from asyncrl.cli.options import RecordedRun, Trust, check_url
 from asyncrl.cli.terminal import say, sigterm_exits
 from asyncrl.common.version import Lineage
 from asyncrl.complete_directory import COMPLETE
+from asyncrl.deployment.fetching import has_more_steps, later_checkpoint
 from asyncrl.deployment.known_runs import existing_run
-from asyncrl.deployment.mirror import Mirror, Store, most_bytes, url_problem
+from asyncrl.deployment.mirror import OWNER, Mirror, Owner, Store, most_bytes, url_problem
 from asyncrl.deployment.resuming import known_lineage
 from asyncrl.deployment.run_dir import OF_TRACKERS, held
 from asyncrl.errors import AsyncRLError, ConfigError, FileRefused, RunError
@@ -50,7 +52,8 @@ def mirror(
     The command sends the records and the complete checkpoints of the run's directory that are not in the mirror yet,
     after it has compared the checkpoints with their checksums. It prints what it has sent. If something fails, it
     prints what is missing and exits with 1: give the command again. With another URL than run.mirror, it makes a mirror
-    there. A run that lives is refused, because it sends to its mirror itself.
+    there. A run that lives is refused, because it sends to its mirror itself. So is a mirror of another run, and one
+    that is ahead of the directory, which may be an old copy.
 
     Without a URL, --trust is needed: the directory may come from elsewhere, and the URL would get the whole run.
 
@@ -64,14 +67,18 @@ def mirror(
     with sigterm_exits(), held(directory):
         check_plain(directory, except_for=OF_TRACKERS)
         try:
+            store = Store(target)
+            _check_not_ahead(store, directory, nonce=info.nonce)
             sending = Mirror(
-                Store(target),
+                store,
                 directory,
                 nonce=info.nonce,
                 lineage=known_lineage(directory) or Lineage(),
                 keep=config.checkpoint,
                 sent=progress.add,
             )
+        except AsyncRLError:
+            raise
         except Exception as error:  # each implementation has errors of its own
             raise _not_sent(target, error) from error
         _check_content(directory, sending.records())
@@ -88,11 +95,28 @@ def _target(url: str | None, of_run: str | None, *, trust: bool) -> str:
         )
     if (target := url or of_run) is None:
         raise ConfigError("the run has no run.mirror: name the URL of a folder, such as s3://bucket/quickstart")
-    if "://" not in target:
-        raise ConfigError(f"{target} is not the URL of a folder; write e.g. s3://bucket/quickstart")
+    check_url(target)
     if problem := url_problem(target):
         raise ConfigError(problem)
     return target
+
+
+def _check_not_ahead(store: Store, directory: Path, *, nonce: str) -> None:
+    """Raises ConfigError if the mirror is of another run, or has more of this run than the directory. The lock of the
+    directory does not show that the run lives if the directory is a copy."""
+    owner = store.read(OWNER)
+    if owner is not None and msgspec.json.decode(owner, type=Owner).nonce != nonce:
+        raise ConfigError(
+            f"{store.url}: another run is mirrored there, which may live; name another URL, or empty this one if that "
+            "run is not needed"
+        )
+    step = later_checkpoint(store, directory)
+    if step is not None or has_more_steps(store, directory):
+        more = "more steps" if step is None else f"a checkpoint of step {step}, which is later"
+        raise ConfigError(
+            f"{store.url} is ahead of {directory}: it has {more}. The directory may be an old copy of a run that goes "
+            "on elsewhere, so nothing was sent. Use the run's own directory, or name another URL"
+        )
 
 
 def _check_content(directory: Path, records: list[str]) -> None:

@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic_core import PydanticCustomError
 
 from asyncrl.cli.preflight import user_modules
 from asyncrl.cli.restarts import begun_before, earlier_end
 from asyncrl.cli.terminal import print_warnings, say, sigterm_exits
 from asyncrl.common.roles import Role
-from asyncrl.config.schema import Config
+from asyncrl.config.load import secret_values
+from asyncrl.config.schema import Config, storage_url
 from asyncrl.deployment.fetching import MirroredRun, is_url, visited
 from asyncrl.deployment.known_runs import address_of, best_checkpoint, dead_runs, existing_run, newest_weights
 from asyncrl.deployment.resuming import Choice, no_checkpoint, unfinished_run
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.learner.records import known_info
 from asyncrl.run_files import OF_DAMAGED_FILES
 
@@ -122,8 +124,30 @@ def recorded_run(run: str, fetch: Callable[[MirroredRun], object]) -> Iterator[P
     if not is_url(run):
         yield existing_run(Path(run))
         return
+    check_url(run)
     with sigterm_exits(), visited(run, fetch, report=functools.partial(say, err=True)) as directory:
         yield directory
+
+
+def check_url(url: str) -> None:
+    """Raises ConfigError if the URL of a mirror on the command line has a secret, or is not the URL of one storage:
+    `run.mirror` could not have it either. Commands print URLs."""
+    if any(True for _ in secret_values(url)):
+        raise ConfigError(
+            "the URL of the mirror has a password or a key, and commands show URLs; write it without, and give the "
+            "password to the package of the storage, e.g. in AWS_SECRET_ACCESS_KEY or in its configuration file "
+            "(fsspec: ~/.config/fsspec/conf.json)"
+        )
+    try:
+        storage_url(url)
+    except PydanticCustomError as error:
+        raise ConfigError(f"{url} {error.message()}") from None
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raises ConfigError if the folder of a file that a command will write cannot be written."""
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise ConfigError(f"{option} {path}: its folder is missing or cannot be written; name another file")
 
 
 def choice(*, fresh: bool) -> Choice:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl.cli.options import RunOrMirror, recorded_run
+from asyncrl.cli.options import RunOrMirror, check_writable, recorded_run
 from asyncrl.cli.terminal import print_warnings, say
 from asyncrl.deployment.fetching import is_url
 from asyncrl.deployment.known_runs import as_it_is, ended_run
@@ -28,6 +28,8 @@ def report(
     """Write a self-contained HTML page with the curves, totals and samples of a run. The run may still be running."""
     if output is None and is_url(run):
         output = Path("report.html")
+    if output is not None:
+        check_writable("--output", output)
     with recorded_run(run, lambda mirror: mirror.records(SAMPLES)) as directory:
         info = as_it_is(directory)
         if info is not None and info.state == "died" and not is_url(run):  # a mirror has no weights here

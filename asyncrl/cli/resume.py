@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from asyncrl.cli.options import AllowPublic, Overrides, RunOrMirror, Trust, again, at_option
+from asyncrl.cli.options import AllowPublic, Overrides, RunOrMirror, Trust, again, at_option, check_url
 from asyncrl.cli.preflight import prepared
 from asyncrl.cli.restarts import begun_directory
 from asyncrl.cli.start import run_in_terminal
@@ -48,6 +48,8 @@ def resume(
     """
     step = None if at is None else step_of(at)
     mirror = run if is_url(run) else None
+    if mirror is not None:
+        check_url(mirror)
     begun = begun_directory()
     if begun is not None:
         directory = begun  # without a question to the storage, which may not answer now

@@ -62,7 +62,7 @@ def no_url(advice: str) -> BeforeValidator:
     return BeforeValidator(checked)
 
 
-def is_url(value: str | None) -> str | None:
+def storage_url(value: str | None) -> str | None:
     """Refuses a text that is not a URL of one storage."""
     if value is not None and ("::" in value or not re.fullmatch(r"[a-z0-9+.-]+://\S+", value)):
         raise PydanticCustomError("url", "is not the URL of a folder; write e.g. s3://bucket/quickstart")
@@ -124,7 +124,7 @@ class RunSection(Section):
         PER_DEPLOYMENT,
     ] = Path("runs")
     """Folder in which the run's directory is created. Only the learner writes there."""
-    mirror: Annotated[str | None, AfterValidator(is_url), PER_DEPLOYMENT] = None
+    mirror: Annotated[str | None, AfterValidator(storage_url), PER_DEPLOYMENT] = None
     """URL of a folder, such as `s3://bucket/quickstart`, to which the learner copies the run's directory while it
     trains: records every minute, checkpoints when they are complete, and the report at the end. `asyncrl resume URL`
     continues the run on a machine that has nothing of it. A folder for each run. The URL is one of fsspec, whose

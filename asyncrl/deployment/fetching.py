@@ -49,7 +49,7 @@ from asyncrl.deployment.mirror import (
     step_of_name,
     url_problem,
 )
-from asyncrl.deployment.resuming import SAMPLES, known_lineage
+from asyncrl.deployment.resuming import LINEAGE, SAMPLES, known_lineage
 from asyncrl.errors import (
     AsyncRLError,
     CheckpointDamaged,
@@ -125,9 +125,8 @@ class MirroredRun:
             except CheckpointOfOtherFormat:
                 raise
             except _DAMAGED as error:
-                logger.warning(
-                    "%s in %s cannot be used (%s); the next older checkpoint is taken", name, self._store.url, error
-                )
+                older = "" if step is not None else "; the next older checkpoint is taken, if there is one"
+                logger.warning("%s in %s cannot be used (%s)%s", name, self._store.url, error, older)
         wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise RunError(f"{self._store.url} has {wanted} that is complete and undamaged")
 
@@ -250,7 +249,8 @@ def _cut(path: Path, sent: Sent | None) -> None:
     that was killed, may have sent more steps, and not yet their records for the audit."""
     if sent is not None and path.exists():
         content = read(path, most=FILE_BYTES)
-        if xxhash.xxh3_128_hexdigest(content[: sent.nbytes]) == sent.xxh3:
+        # without the first condition, the mirror could enlarge the file
+        if 0 <= sent.nbytes <= len(content) and xxhash.xxh3_128_hexdigest(content[: sent.nbytes]) == sent.xxh3:
             os.truncate(path, sent.nbytes)
 
 
@@ -303,18 +303,35 @@ def _check_same(store: Store, directory: Path) -> None:
             f"{mirrored.incarnation}, and here it is at incarnation {lineage.incarnation}. Move the directory away, "
             "and give this command again"
         )
-    if mirrored != lineage:
-        return
-    steps = complete_steps(directory / CHECKPOINTS)
-    for name in _newest_first(store.sizes()):
-        if step_of_name(name) <= max(steps, default=-1):
-            return
+    if mirrored == lineage and (step := later_checkpoint(store, directory)) is not None:
+        raise RunError(
+            f"{directory} is older than {store.url}, which has a checkpoint of step {step}: move the directory away, "
+            "and give this command again"
+        )
+
+
+def later_checkpoint(store: Store, directory: Path) -> int | None:
+    """Returns the step of the mirror's newest complete checkpoint from which the run in `directory` may go on, if the
+    directory has no complete one of this step or a later one; else None."""
+    lineage = known_lineage(directory) or Lineage()
+    newest = max(complete_steps(directory / CHECKPOINTS), default=-1)
+    for name in _newest_first(store.sizes(CHECKPOINTS)):
+        if step_of_name(name) <= newest:
+            return None
         with contextlib.suppress(*_DAMAGED):
             if lineage.has(_manifest(store, name).version):
-                raise RunError(
-                    f"{directory} is older than {store.url}, which has a checkpoint of step {step_of_name(name)}: move "
-                    "the directory away, and give this command again"
-                )
+                return step_of_name(name)
+    return None
+
+
+def has_more_steps(store: Store, directory: Path) -> bool:
+    """Returns whether a pass of the mirror has sent a longer steps.jsonl than that of `directory`, in the same
+    incarnation, which only appends to it."""
+    sent, lineage, steps = sent_records(store), directory / LINEAGE, directory / STEPS
+    of_incarnation = sent[LINEAGE].xxh3 if LINEAGE in sent else None
+    if of_incarnation != (xxhash.xxh3_128_hexdigest(read(lineage)) if lineage.exists() else None):
+        return False
+    return STEPS in sent and sent[STEPS].nbytes > (steps.stat().st_size if steps.exists() else 0)
 
 
 @contextlib.contextmanager

@@ -141,9 +141,7 @@ def take(path: Path, info: RunInfo, *, checkpoint: Callable[[], Resumed | None])
             previous = path.rename(_free_name(path))
             lock.close()
         else:
-            lock.truncate(0)
-            lock.write(f"pid {info.pid} on {info.host} since {info.started}\n".encode())
-            lock.flush()
+            _sign(lock, f"pid {info.pid} on {info.host} since {info.started}")
             sync(path.parent)  # so that the name of a new directory survives a crash of the machine
             return Taken(lock, previous, resumed)
 
@@ -167,8 +165,16 @@ def _locked(path: Path) -> BinaryIO:
 def held(path: Path) -> Iterator[None]:
     """Locks the directory of an ended run within the block, so that the run does not go on there. Raises RunLocked if
     the run lives."""
-    with _locked(path):
+    with _locked(path) as lock:
+        _sign(lock, f"pid {os.getpid()} on {socket.gethostname()} since {_now()}")
         yield
+
+
+def _sign(lock: BinaryIO, holder: str) -> None:
+    """Writes into the lock which process holds it, for the error of `_locked` in another process."""
+    lock.truncate(0)
+    lock.write(f"{holder}\n".encode())
+    lock.flush()
 
 
 def _has_records(path: Path) -> bool:

@@ -60,9 +60,12 @@ def private_folder() -> Path:
 def make_private_folder() -> Path:
     """Makes the folder of `private_folder` and returns it. Raises RunError if it is of another user.
 
-    A folder in which no mode can be set is used as it is, with a warning.
+    A folder in which no mode can be set, or which another user could rename, is used as it is, with a warning.
     """
+    base, _ = ray_folder()
     folder = private_folder()
+    if folder == base:
+        return folder
     try:
         folder.mkdir(mode=0o700, parents=True)
     except FileExistsError:
@@ -75,16 +78,31 @@ def make_private_folder() -> Path:
             f"{folder}, in which Ray would make its sockets, is not a folder of yours: remove it, or set RAY_TMPDIR to "
             "a folder that only you can enter"
         )
-    try:
-        folder.chmod(0o700)
-    except OSError as error:
+    if reason := _why_open(folder):
         logger.warning(
             "other users of this machine can read and change Ray's files in %s (%s); set RAY_TMPDIR to a folder that "
             "only you can enter",
             folder,
-            error.strerror,
+            reason,
         )
     return folder
+
+
+def _why_open(folder: Path) -> str | None:
+    """Sets the mode of a folder of this user to 0700. Returns why another user can still enter it, or can put another
+    folder in its place; None if no user can."""
+    try:
+        folder.chmod(0o700)
+    except OSError as error:
+        return error.strerror
+    if not _is_private(folder):
+        return "its file system ignores modes"
+    above = folder.parent.stat()
+    if above.st_uid not in (0, os.getuid()):
+        return f"{folder.parent} is of another user, who can rename it"
+    if above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX:
+        return f"every user with the right to write in {folder.parent} can rename it, because that has no sticky bit"
+    return None
 
 
 def _is_private(folder: Path) -> bool:

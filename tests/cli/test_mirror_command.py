@@ -1,5 +1,6 @@
 """`asyncrl mirror RUN URL` completes the mirror of an ended run, and says what it has sent and what is missing."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from mirrored_scene import URL, Storage, config_in, content, mirror_of, new_run,
 from typer.testing import CliRunner
 
 from asyncrl.cli.main import app
-from asyncrl.deployment.mirror import complete_names
+from asyncrl.deployment.mirror import Store, complete_names
 from asyncrl.deployment.resuming import chosen_checkpoint
 from asyncrl.deployment.run_dir import RunDir
 
@@ -94,6 +95,49 @@ def test_a_run_that_lives_and_the_mirror_of_another_run_are_refused(ended: Path,
     assert "another run is mirrored there" in sent(str(other.path), URL, code=2)
 
 
+@pytest.mark.parametrize("more", ["a checkpoint of step 4, which is later", "more steps"])
+def test_an_old_copy_of_a_directory_does_not_take_the_mirror_from_the_run_that_lives(
+    more: str, storage: Storage, tmp_path: Path
+) -> None:
+    with new_run(tmp_path / "runs", steps=2) as run:
+        save(run, 2)
+        mirror = mirror_of(run)
+        mirror.pass_once()
+        copy = Path(shutil.copytree(run.path, tmp_path / "old" / "quick"))
+        train(run, range(2, 4))
+        if "checkpoint" in more:
+            save(run, 4)
+            shutil.copy(run.path / "steps.jsonl", copy)
+        mirror.pass_once()
+        before = content()
+        assert f"{URL} is ahead of {copy}: it has {more}. The directory may be" in sent(str(copy), URL, code=2)
+        assert content() == before
+        train(run, range(4, 5))
+        mirror.pass_once()
+    assert content()["steps.jsonl"].count(b"\n") == 5
+
+
+@pytest.mark.parametrize("lineage_sent", [False, True])
+def test_a_run_that_went_back_is_not_an_old_copy(lineage_sent: bool, ended: Path) -> None:
+    """The mirror has more steps and a later checkpoint, from which the run did not go on."""
+    sent("quick", URL)
+    with RunDir.create(config_in(ended.parent), choose=partial(chosen_checkpoint, step=2)):
+        pass
+    if lineage_sent:  # by a pass that was killed after its first record
+        Store(URL).send(ended / "lineage.json", "lineage.json")
+    sent("quick", URL)
+    assert content()["steps.jsonl"].count(b"\n") == 2
+
+
+def test_the_mirror_of_another_run_that_has_no_checkpoint_yet_is_refused(ended: Path, tmp_path: Path) -> None:
+    url = "memory://elsewhere/x"
+    with new_run(tmp_path / "others", steps=1) as other:
+        mirror_of(other, url=url).pass_once()
+        before = content(url)
+        assert "another run is mirrored there, which may live" in sent("quick", url, code=2)
+        assert content(url) == before
+
+
 def test_a_damaged_checkpoint_is_not_sent(ended: Path) -> None:
     (ended / "checkpoints" / "step-4" / "policy" / "weights").write_bytes(b"x" * 100)
     before = content()
@@ -107,10 +151,13 @@ def test_a_damaged_checkpoint_is_not_sent(ended: Path) -> None:
         ((), "the run has no run.mirror: name the URL of a folder"),
         (("s4://bucket/x",), "s4://bucket/x: asyncrl has no mirrors at s4:// URLs"),
         (("bucket/x",), "bucket/x is not the URL of a folder; write e.g. s3://bucket/quickstart"),
+        (("sftp://ann:pw@host/x",), "error: the URL of the mirror has a password or a key, and commands show URLs"),
     ],
 )
 def test_a_url_that_cannot_be_one_is_refused(words: tuple[str, ...], says: str, ended: Path) -> None:
-    assert says in sent("quick", *words, code=2)
+    text = sent("quick", *words, code=2)
+    assert says in text
+    assert "pw@" not in text
 
 
 def test_a_url_that_only_the_configuration_names_needs_trust(ended: Path) -> None:

@@ -1,12 +1,14 @@
 """Commands that read a run read it from the URL of its mirror, on a machine that has nothing of the run."""
 
 import asyncio
+import os
 import shutil
 import tempfile
 from pathlib import Path
 
 import msgspec
 import pytest
+import xxhash
 from fsspec.implementations.memory import MemoryFileSystem
 from hostile_runs import write_run
 from mirrored_scene import URL, content, mirror_of, new_run, save
@@ -151,6 +153,32 @@ def test_the_audit_of_a_mirror_that_is_being_written_is_of_its_last_complete_pas
     assert CliRunner().invoke(app, ["audit", f"file://{mirror}"]).exit_code == 1
 
 
+def test_a_mirror_cannot_enlarge_the_records_that_were_fetched(mirror: Path) -> None:
+    content = (mirror / "steps.jsonl").read_bytes()
+    sent = {"steps.jsonl": [10**12, xxhash.xxh3_128_hexdigest(content)]}
+    (mirror / "sent.json").write_bytes(msgspec.json.encode(sent))
+    assert stdout_of("report", f"file://{mirror}") == "report.html\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["report"], "--output report.html: its folder"),
+        (["report", "-o", "missing/page.html"], "--output missing/page.html: its folder"),
+        (["audit", "--witness-steps", "1"], "--certificate certificate.json: its folder"),
+    ],
+    ids=str,
+)
+def test_a_place_that_cannot_be_written_is_refused_before_the_mirror_is_fetched(
+    command: list[str], says: str, mirror: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    done = CliRunner().invoke(app, [command[0], f"file://{mirror}", *command[1:]])
+    assert done.exit_code == 2, done.output
+    assert says in done.stderr
+    assert "fetching" not in done.stderr
+
+
 @pytest.mark.parametrize("name", ["buffer.msgpack", "manifest.json"])
 def test_the_audit_of_a_mirror_with_a_damaged_checkpoint_does_not_pass(name: str, mirror: Path) -> None:
     for checkpoint in complete_names(files_of(mirror)):
@@ -194,12 +222,17 @@ def test_a_disk_without_space_is_named_with_the_variable_that_chooses_another_on
     [
         ("s4://bucket/x", 2, "s4://bucket/x: asyncrl has no mirrors at s4:// URLs; use e.g. s3://"),
         ("sftp://server/x", 2, "sftp://server/x: the package for sftp:// URLs is missing: SFTPFileSystem requires"),
+        ("sftp://ann:pw@host/x", 2, "the URL of the mirror has a password or a key, and commands show URLs"),
+        ("s3://bucket/a::file:///x", 2, "s3://bucket/a::file:///x is not the URL of a folder; write e.g. s3://"),
         ("file:///nothing/here", 1, "file:///nothing/here is not the mirror of a run: it has no config.yaml"),
     ],
 )
 @pytest.mark.parametrize(
     "command",
-    [["audit"], ["report"], ["samples"], ["compare"], ["export", "weights"], ["eval", "-c", "quickstart"]],
+    [
+        *(["audit"], ["report"], ["samples"], ["compare"], ["resume"]),
+        *(["export", "weights"], ["eval", "-c", "quickstart"]),
+    ],
     ids=" ".join,
 )
 def test_a_url_that_is_not_a_mirror_is_refused_in_a_sentence(
@@ -210,6 +243,7 @@ def test_a_url_that_is_not_a_mirror_is_refused_in_a_sentence(
     assert done.exit_code == code, done.output
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert line.startswith(f"error: {says}")
+    assert "pw@" not in done.output
 
 
 @pytest.mark.parametrize(

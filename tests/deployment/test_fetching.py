@@ -1,5 +1,6 @@
 """A run is fetched from its mirror into a new directory, and goes on there as in its own one."""
 
+import contextlib
 import logging
 import re
 import shutil
@@ -95,6 +96,18 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
     assert complete_steps(fetch(URL, [], step=None) / "checkpoints") == [2]
     warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert ["cannot be used" in text for text in warned] == ([] if (file, damage) == ("COMPLETE", "gone") else [True])
+
+
+@pytest.mark.parametrize("step", [None, 4])
+def test_only_without_a_step_is_an_older_checkpoint_taken(
+    step: int | None, first: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    [path] = [f"/bucket/quick/{name}" for name in content() if re.fullmatch(r"checkpoints/step-4-\w+/policy/.*", name)]
+    MemoryFileSystem().pipe_file(path, b"x" * 40)
+    with contextlib.nullcontext() if step is None else pytest.raises(RunError, match="no checkpoint of step 4"):
+        fetch(URL, [], step=step)
+    assert "policy/weights has 40 bytes" in caplog.text
+    assert ("older checkpoint is taken" in caplog.text) == (step is None)
 
 
 def test_a_checkpoint_of_another_version_is_refused_and_no_older_one_is_taken(first: RunDir) -> None:

@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from asyncrl.common.roles import Role
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment import run_dir
-from asyncrl.deployment.run_dir import SESSION_MARK, RunDir, joint_versions, provenance, session_mark
+from asyncrl.deployment.run_dir import SESSION_MARK, RunDir, held, joint_versions, provenance, session_mark
 from asyncrl.deployment.shared_actors import new_deployment
 from asyncrl.errors import CheckpointError, ConfigError, FileRefused, RunLocked
 from asyncrl.learner.audit_records import Began, Machine
@@ -256,6 +257,18 @@ def test_whatever_a_failed_run_recorded_is_moved_aside(record: Callable[[RunDir]
     with RunDir.create(config_in(tmp_path)) as run:
         assert run.previous == tmp_path / "quick.1"
         assert run_json(run.previous)["nonce"] == failed.nonce
+
+
+def test_a_command_that_holds_the_directory_of_an_ended_run_is_named(tmp_path: Path) -> None:
+    with RunDir.create(config_in(tmp_path)) as run:
+        pass
+    (run.path / "lock").write_text("pid 1 on elsewhere since 2020\n")
+    with (
+        held(run.path),
+        pytest.raises(RunLocked, match=rf"in use by pid {os.getpid()} on {socket.gethostname()} since 2"),
+        held(run.path),
+    ):
+        pass
 
 
 def test_a_lock_on_a_directory_that_was_just_moved_aside_does_not_count(

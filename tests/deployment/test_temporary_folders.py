@@ -56,7 +56,10 @@ def base(tmp_path: Path, set_variable: SetVariable) -> Path:
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o755, 0o770, 0o701, 0o1777])
-def test_ray_starts_below_a_folder_that_only_its_user_can_enter(mode: int, base: Path) -> None:
+def test_ray_starts_below_a_folder_that_only_its_user_can_enter(
+    mode: int, base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning says if another user could rename that folder."""
     base.chmod(mode)
     wanted = base / f"asyncrl-{os.getuid()}"
     assert private_folder() == wanted
@@ -64,11 +67,30 @@ def test_ray_starts_below_a_folder_that_only_its_user_can_enter(mode: int, base:
         assert make_private_folder() == wanted
         assert wanted.stat().st_mode & 0o7777 == 0o700
         wanted.chmod(0o755)  # another program has opened it
+    warned = f"the right to write in {base} can rename it, because that has no sticky bit" in caplog.text
+    assert warned == (mode in (0o777, 0o770)) == bool(caplog.records)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives a folder to another user")
+def test_a_folder_of_another_user_above_that_of_ray_is_named(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.chown(base, 12345, -1)
+    make_private_folder()
+    assert f"({base} is of another user, who can rename it); set RAY_TMPDIR" in caplog.text
 
 
 def test_a_folder_that_only_its_user_can_enter_is_used_as_it_is(base: Path) -> None:
     base.chmod(0o700)
     assert make_private_folder() == private_folder() == base
+    assert list(base.iterdir()) == []
+
+
+def test_a_link_to_a_folder_that_only_its_user_can_enter_is_used_as_it_is(
+    base: Path, tmp_path: Path, set_variable: SetVariable
+) -> None:
+    base.chmod(0o700)
+    (tmp_path / "link").symlink_to(base)
+    set_variable("RAY_TMPDIR", str(tmp_path / "link"))
+    assert make_private_folder() == private_folder() == tmp_path / "link"
     assert list(base.iterdir()) == []
 
 
@@ -100,6 +122,11 @@ def test_a_folder_without_modes_is_named(
     monkeypatch.setattr(Path, "chmod", no_modes)
     folder = make_private_folder()
     assert f"Ray's files in {folder} (Operation not permitted); set RAY_TMPDIR" in caplog.text
+    folder.rmdir()
+    folder.mkdir(mode=0o755)
+    monkeypatch.setattr(Path, "chmod", lambda *_: None)
+    make_private_folder()
+    assert f"Ray's files in {folder} (its file system ignores modes); set RAY_TMPDIR" in caplog.text
 
 
 def test_the_sockets_of_a_private_folder_count_with_its_name(tmp_path: Path, set_variable: SetVariable) -> None:
