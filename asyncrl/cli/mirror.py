@@ -115,7 +115,8 @@ def _check_not_ahead(store: Store, directory: Path, *, nonce: str) -> None:
         more = "more steps" if step is None else f"a checkpoint of step {step}, which is later"
         raise ConfigError(
             f"{store.url} is ahead of {directory}: it has {more}. The directory may be an old copy of a run that goes "
-            "on elsewhere, so nothing was sent. Use the run's own directory, or name another URL"
+            "on elsewhere, so nothing was sent. Use the run's own directory, or name another URL. If it is the run's "
+            "own directory after a crash of the machine, continue the run first (asyncrl resume)"
         )
 
 

@@ -253,7 +253,9 @@ class ReplicaPool:
                 self._look_at(replica, own.views.get(replica.name))
         wanted = len(self.replicas) + self._given_up if own.wanted is None else own.wanted
         if (own.scalings, own.scaled_because) != (self._scalings, self._scaled_because):
-            self._given_up = self._given_up if own.scalings == self._scalings else 0
+            # a smaller number of replicas is first that of those that were given up
+            missed = max(0, wanted - len(self.replicas))
+            self._given_up = min(self._given_up, missed) if own.scalings == self._scalings else 0
             self._scalings, self._scaled_because = own.scalings, own.scaled_because
             logger.info("this deployment should have %d replicas now: %s", wanted, own.scaled_because)
         while len(self.replicas) + self._given_up < wanted:
@@ -468,12 +470,14 @@ class ReplicaPool:
         the run, because a replica that had to be killed has not left the run itself."""
         if replica.work is not None:
             await cancelled(replica.work)
-        await self._end_actor(replica, grace_s=grace_s)
-        if self.coordinator is None or not replica.start:
-            return
-        with contextlib.suppress(RunError, TimeoutError):  # if the call fails, the replica's tickets expire later
-            async with asyncio.timeout(EXIT_S):
-                await self.coordinator.call(Coordinator.leave, replica.actor)
+        try:
+            await self._end_actor(replica, grace_s=grace_s)
+        finally:
+            if self.coordinator is not None and replica.start:
+                # if the call fails, the replica's tickets expire later
+                with contextlib.suppress(RunError, TimeoutError):
+                    async with asyncio.timeout(EXIT_S):
+                        await self.coordinator.call(Coordinator.leave, replica.actor)
 
     async def _end_actor(
         self, replica: Replica, *, drain: bool = True, answers: bool = True, grace_s: float | None = None

@@ -75,8 +75,8 @@ def make_private_folder() -> Path:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise RunError(
-            f"{folder}, in which Ray would make its sockets, is not a folder of yours: remove it, or set RAY_TMPDIR to "
-            "a folder that only you can enter"
+            f"{folder}, in which Ray would make its sockets, is of user {found.st_uid} or no folder: set RAY_TMPDIR to "
+            "a folder that only you can enter, or remove it"
         )
     if reason := _why_open(folder):
         logger.warning(
@@ -100,7 +100,8 @@ def _why_open(folder: Path) -> str | None:
     above = folder.parent.stat()
     if above.st_uid not in (0, os.getuid()):
         return f"{folder.parent} is of another user, who can rename it"
-    if above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX:
+    others = 0o002 if above.st_gid == os.getgid() else 0o022  # the group is often that of this user alone
+    if above.st_mode & others and not above.st_mode & stat.S_ISVTX:
         return f"every user with the right to write in {folder.parent} can rename it, because that has no sticky bit"
     return None
 
@@ -143,9 +144,10 @@ def _problems(user: str, folder: Path, variable: str) -> Iterator[FolderProblem]
     size, below = len(os.fsencode(folder)), len(os.fsencode(used)) - len(os.fsencode(folder))
     longest = LONGEST_FOLDERS[user] - below
     if size > longest:
+        close = f", or chmod 700 {folder}" if size <= LONGEST_FOLDERS[user] else ""
         yield FolderProblem(
             what=f"{named}: has {size} bytes, so {user} cannot make its sockets there (at most {longest})",
-            fix=f"{choose} to a shorter path, such as /tmp",
+            fix=f"{choose} to a shorter path, such as /tmp{close}",
         )
     if not folder.is_absolute():
         yield FolderProblem(what=f"{named}: is not an absolute path", fix=f"{choose} to an absolute path, such as /tmp")

@@ -286,6 +286,7 @@ async def test_a_pool_that_ends_waits_no_longer_than_the_grace_for_a_replica_tha
     scene.actors.shutdown = partial(asyncio.sleep, 0)
     await asyncio.wait_for(scene.pool.end(), timeout=30)
     assert set(scene.ended) == set(both)
+    assert {call[1] for call in scene.calls if call[0] == "leave"} == set(both)
 
 
 @pytest.mark.asyncio
@@ -307,6 +308,26 @@ async def test_a_replica_that_was_given_up_is_not_replaced_by_another_one_until_
     left = {replica.actor for replica in scene.pool.replicas}
     await scene.pool.end()
     assert {call[1] for call in scene.calls if call[0] == "leave"} >= left, "they do not come back"
+
+
+@pytest.mark.asyncio
+async def test_the_autoscaler_removes_a_replica_that_was_given_up_before_one_that_generates() -> None:
+    scene = MadeUpPool(replicas=3, max_restarts=0)
+    first, *_ = await scene.begin()
+    scene.kill(first)
+    await asyncio.sleep(0)
+    await scene.look(scene.own(wanted=3))
+
+    async def autoscaled(replicas: int) -> None:
+        own = scene.own(wanted=replicas)
+        await scene.look(msgspec.structs.replace(own, scalings=3, scaled_because=f"to {replicas} replicas"))
+
+    numbers = []
+    for replicas in (2, 1, 2):
+        await autoscaled(replicas)
+        numbers.append(len(scene.pool.replicas))
+    assert numbers == [2, 1, 2]
+    await scene.pool.end()
 
 
 def wrong(nats: float) -> FirstParityError:
