@@ -22,7 +22,9 @@ def first_loss(config: Config, before: StepRecord | None = None) -> LossFunction
     """Returns the loss of the first step after a start of the learner. `before` is the last record of a resumed run. A
     run whose records have no β, because `control` is new, begins with the configured one."""
     loss = build_loss(config)
-    if before is None or not isinstance(loss, ObjectiveLoss) or (beta := before.number("penalty_beta")) is None:
+    if before is None or not isinstance(loss, ObjectiveLoss) or loss.objective.controlled() is None:
+        return loss
+    if (beta := before.number("penalty_beta")) is None:
         return loss
     resumed = ObjectiveLoss(with_beta(loss.objective, beta))
     logger.info(
