@@ -392,9 +392,6 @@ def _changed(seen: Evidence, number: Number, *, lost: Limit, grown: Limit, what:
         return None
     ratio = now.mean / start.mean
     falls, rises = ratio < lost.value, ratio > grown.value
-    clear = abs(distance(start, now)) >= CLEAR.value
-    if not (falls or rises) or not clear or _learns(seen):
-        return None
 
     def beyond(record: StepRecord) -> bool | None:
         value = number(record)
@@ -402,6 +399,10 @@ def _changed(seen: Evidence, number: Number, *, lost: Limit, grown: Limit, what:
             return None
         return value < lost.value * start.mean if falls else value > grown.value * start.mean
 
+    # A number that collapses within the first steps makes their own error large.
+    clear = abs(distance(start, now)) >= CLEAR.value or all(beyond(record) for record in seen.last)
+    if not (falls or rises) or not clear or _learns(seen):
+        return None
     return Finding(
         number=now.mean,
         fact=f"{what} {'fell' if falls else 'rose'} from {quantities.number(start.mean)} to "

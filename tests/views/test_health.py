@@ -79,6 +79,11 @@ BROKEN: dict[str, tuple[Concern, Callable[[int], StepRecord], Setting]] = {
         lambda step: flat(step, entropy_nats=(0.9 if step < 5 else 0.2) + noise(step)),
         SETTING,
     ),
+    "entropy collapses in the first steps": (
+        Concern.ENTROPY,
+        lambda step: flat(step, entropy_nats=(0.95, 1.29, 0.67, 0.12)[step] if step < 4 else 0.03, reward_mean=0.0),
+        SETTING,
+    ),
     "entropy explodes": (
         Concern.ENTROPY,
         lambda step: flat(step, entropy_nats=(0.9 if step < 5 else 3.0) + noise(step)),
