@@ -105,7 +105,7 @@ BROKEN: Mapping[str, Run] = {
         what="a reward for answers on which the group agrees, right or not, less the group's mean",
         settings=(
             "environment.reward=broken_tasks:agreement",
-            "learner.optimizer.learning_rate=2e-3",
+            "learner.optimizer.learning_rate=4e-3",
             NO_MORE_STALE,
         ),
         expected=Concern.ENTROPY,
@@ -153,13 +153,13 @@ BROKEN: Mapping[str, Run] = {
         expected=Concern.STALE_DATA,
     ),
     "high_kl": Run(
-        what="the uncorrected baseline (`grpo`) with `staleness.max_versions=16` and a rate of 1e-3",
+        what="the uncorrected baseline (`grpo`) with `staleness.max_versions=16` and a rate of 2e-3",
         settings=(
             "algorithm.loss=grpo",
             "algorithm.uncorrected=true",
             "staleness.max_versions=16",
             "weights.publish_every_steps=16",
-            "learner.optimizer.learning_rate=1e-3",
+            "learner.optimizer.learning_rate=2e-3",
         ),
         expected=Concern.HIGH_KL,
     ),
@@ -198,17 +198,6 @@ BROKEN: Mapping[str, Run] = {
             "learner.total_steps=20",
             "learner.optimizer.learning_rate=5e-4",
             NO_MORE_STALE,
-        ),
-        expected=Concern.HELDOUT,
-    ),
-    "heldout_stale": Run(
-        what="wrong answers as before, with a staleness of 3 versions and a rate of 1e-3",
-        settings=(
-            *MISLABELLED,
-            "eval.every_steps=4",
-            "learner.total_steps=12",
-            "learner.groups_per_step=24",
-            "learner.optimizer.learning_rate=1e-3",
         ),
         expected=Concern.HELDOUT,
     ),

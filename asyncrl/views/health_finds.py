@@ -425,12 +425,13 @@ def falls(seen: Evidence, number: Number) -> bool:
 
 
 def stale_data(seen: Evidence) -> Finding | None:
-    ratio = mean([record.ess_ratio for record in seen.recent])
-    if ratio is None or not _enough(seen) or ratio >= LOW_ESS.value:
+    """Uses the median, because the first step of a run always has fresh data."""
+    ratios = [record.ess_ratio for record in seen.recent if record.ess_ratio is not None]
+    if len(ratios) < LEAST_STEPS.value or (median := statistics.median(ratios)) >= LOW_ESS.value:
         return None
     return Finding(
-        number=ratio,
-        fact=f"The effective sample size is {percent(ratio)}: the policy is far from the policy that sampled the data",
+        number=median,
+        fact=f"The effective sample size is {percent(median)}: the policy is far from the policy that sampled the data",
         since_step=since(seen.steps, _Above("ess_ratio", LOW_ESS, below=True)),
     )
 

@@ -273,6 +273,12 @@ def test_the_median_of_a_few_kl_divergences_lies_in_their_middle() -> None:
     assert [[note.concern for note in notes(steps[:number])] for number in (4, 5, 6)] == [[], [], [Concern.HIGH_KL]]
 
 
+def test_the_fresh_data_of_the_first_step_does_not_hide_that_the_next_steps_are_far_too_old() -> None:
+    late = {"ess_ratio": 0.03, "diagnostics": {"kl_to_behaviour_nats": 3.0}}
+    (note,) = notes([flat(0), flat(1, **late), flat(2, **late)])
+    assert note.concern is Concern.STALE_DATA
+
+
 def test_answers_that_became_empty_are_noted_although_the_rewards_are_higher() -> None:
     # a run of benchmarks/health_study.py: a bonus for short answers, with twice the weight of right ones
     lengths = (4.82, 3.01, 1.67, 1.01, 1.0, 1.0, 1.0, 1.0)
