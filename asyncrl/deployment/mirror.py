@@ -235,8 +235,9 @@ class Mirror:
         self._owner = Owner(nonce, secrets.token_hex(8))
         self._clock, self._note_sent = clock, sent
         self.reading: frozenset[int] = frozenset()
-        """The step whose checkpoint is being sent. The keep rules must not delete it meanwhile: if sending takes longer
-        than `checkpoint.keep` intervals, no checkpoint would ever be sent whole."""
+        """The steps of the checkpoint that is being sent, and of the newest one that this pass will send. The keep
+        rules must not delete them meanwhile: if sending records and a checkpoint takes longer than `checkpoint.keep`
+        intervals, no checkpoint would ever be sent whole."""
         self.found = False
         """Whether the content of the mirror is known."""
         self._sent: dict[str, Sent] = {}
@@ -362,12 +363,17 @@ class Mirror:
             self._take()
         # Listed before the records are read, so that the records of all their steps are sent first.
         finished = self._finished()
-        if not due_only or self._due() or not all(self._whole.get(name) for name in finished):
-            self._send_records()
-        for name, (step, folder) in finished.items():
-            if self._send_checkpoint(name, step, folder):
-                self._name_latest(finished)
-                changed = True
+        waiting = [step for name, (step, _) in finished.items() if not self._whole.get(name)]
+        self.reading = frozenset(waiting[-1:])
+        try:
+            if not due_only or self._due() or waiting:
+                self._send_records()
+            for name, (step, folder) in finished.items():
+                if self._send_checkpoint(name, step, folder):
+                    self._name_latest(finished)
+                    changed = True
+        finally:
+            self.reading = frozenset()
         if changed:
             self._name_latest(finished)
             self._delete_old(finished)
@@ -507,7 +513,7 @@ class Mirror:
         or a save with `hf/` may replace it, before its last file is sent."""
         if self._whole.get(name):
             return False
-        self.reading = frozenset({step})
+        self.reading |= {step}
         remote = f"{CHECKPOINTS}/{name}"
         try:
             self._whole.setdefault(name, False)
@@ -527,7 +533,7 @@ class Mirror:
                 raise
             return False
         finally:
-            self.reading = frozenset()
+            self.reading -= {step}
         self._whole[name] = True
         return True
 

@@ -4,6 +4,7 @@ nothing twice. A storage that fails does not end the run."""
 import json
 import logging
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -225,6 +226,27 @@ def test_a_checkpoint_that_is_deleted_while_it_is_sent_is_no_failure(storage: St
         assert mirror.reading == frozenset()
         assert checkpoints() == set()
         assert "latest.json" not in content()
+
+
+def test_the_newest_checkpoint_is_kept_while_records_and_older_checkpoints_are_sent(
+    storage: Storage, tmp_path: Path
+) -> None:
+    """Records that take longer than `checkpoint.keep` intervals would else leave each pass without a checkpoint."""
+    with new_run(tmp_path) as run:
+        save(run, 1)
+        save(run, 2)
+        mirror = mirror_of(run)
+        seen: dict[str, frozenset[int]] = {}
+
+        def sees(operation: str, name: str) -> None:
+            seen.setdefault(re.sub("-[0-9a-f]{16}/", "/", name), mirror.reading)
+
+        storage.before = sees
+        mirror.pass_once()
+        assert seen["config.yaml"] == {2}
+        assert seen["checkpoints/step-1/policy/weights"] == {1, 2}
+        assert seen["checkpoints/step-2/policy/weights"] == {2}
+        assert mirror.reading == frozenset()
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_sent_is_not_marked_complete(
