@@ -28,7 +28,6 @@ import asyncio
 import contextlib
 import logging
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -296,8 +295,8 @@ def mirrored(config: Config, run_dir: RunDir) -> Iterator[None]:
             yield
         finally:
             within_s = config.run.shutdown_grace_s
-            if run_dir.end is RunState.PREEMPTED:
-                within_s = max(LEAST_AT_END_S, run_dir.asked_s + within_s - time.monotonic())
+            if run_dir.asked_from_outside:  # also if `run.stop_when` has finished it since
+                within_s = max(LEAST_AT_END_S, run_dir.left_s(within_s))
             mirror.finish(within_s=within_s)
 
 
