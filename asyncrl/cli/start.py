@@ -28,7 +28,6 @@ import asyncio
 import contextlib
 import logging
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -296,8 +295,8 @@ def mirrored(config: Config, run_dir: RunDir) -> Iterator[None]:
             yield
         finally:
             within_s = config.run.shutdown_grace_s
-            if run_dir.end is RunState.PREEMPTED:
-                within_s = max(LEAST_AT_END_S, run_dir.asked_s + within_s - time.monotonic())
+            if run_dir.asked_from_outside:  # also if `run.stop_when` has finished it since
+                within_s = max(LEAST_AT_END_S, run_dir.left_s(within_s))
             mirror.finish(within_s=within_s)
 
 
@@ -364,6 +363,8 @@ async def _run_both(
             model_path=inputs.generator_model,
             prompts=inputs.prompts,
             started=lambda engine: run_dir.uses_shared_memory(engine.shared_memory if engine.here else []),
+            asked=stop.is_set,
+            grace_left_s=partial(run_dir.left_s, config.run.shutdown_grace_s),
         )
         generators = await closing.enter_async_context(running(generator_deployment.run(end), name="generators"))
         screen.starting(config, "making prompts")
@@ -374,10 +375,16 @@ async def _run_both(
             config, run_dir=run_dir, model_path=inputs.learner_model, prompts=inputs.prompts, screen=screen
         )
         learner = await closing.enter_async_context(running(learner_deployment.run(stop), name="learner"))
-        stopping = await closing.enter_async_context(running(stop.wait(), name="stopping"))
-        first: tuple[asyncio.Future[Any], ...] = (learner, generators, stopping)
-        done, _ = await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        # After a request to end, the engines stay until the learner has evaluated its last weights.
+        free = await closing.enter_async_context(running(learner_deployment.engines_free(stop), name="engines"))
+        both: tuple[asyncio.Future[Any], ...] = (learner, generators)
+        done, _ = await asyncio.wait((*both, free), return_when=asyncio.FIRST_COMPLETED)
         end.set()
+        if stop.is_set():  # the learner saves its weights, also if generators fail
+            await asyncio.wait(both)
+            if not generators.cancelled() and (error := generators.exception()) is not None:
+                logger.warning("the generators did not end in order: %s", error)
+            return await learner
         if learner in done:  # if the learner has failed, generators may fail too: raise the learner's error
             await asyncio.wait([generators])
             await learner

@@ -139,7 +139,8 @@ class RunSection(Section):
     """Seconds without progress after which the run ends with an error. Progress is a committed group or a trained
     step."""
     shutdown_grace_s: PositiveFloat = 20.0
-    """Seconds that a deployment may take to end cleanly after SIGTERM."""
+    """Seconds that a deployment may take to end cleanly after SIGTERM. A learner evaluates its last weights if more
+    than 10 s are left after its checkpoint."""
     log_format: Annotated[Literal["text", "json"], PER_DEPLOYMENT] = "text"
     """Form of the lines of logs. `json`: each line is a JSON object with the time in UTC, level, logger, message, run,
     role and node, and, if they are known, incarnation, replica or rank, and step: for collectors of logs."""

@@ -527,8 +527,10 @@ class Coordinator:
         self._waiting.tickets.wake()
 
     def set_state(self, incarnation: int, state: RunState, message: str = "") -> None:
-        """Sets the state of the run."""
+        """Sets the state of the run. A run that is closing admits no new groups."""
         self._check_learner(incarnation)
+        if state is RunState.CLOSING:
+            self.buffer.paused = True
         self.registry.set_state(state, message)
 
     def _check_learner(self, incarnation: int) -> None:

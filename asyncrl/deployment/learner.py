@@ -54,6 +54,9 @@ class LearnerDeployment:
 
     `supervised` returns whether the learner's process is started again after an error that a restart may fix. The
     generators then stay in the run. `new_training` makes the training of the run.
+
+    If the run is asked to end, `engines_free` returns when the engines of the run may end. After a request to end, the
+    run needs them only for the evaluation of its last weights.
     """
 
     def __init__(
@@ -93,7 +96,9 @@ class LearnerDeployment:
             sinks=(self._log, run_dir, screen.records, self._tracked),
             metrics=self._metrics,
             states=self._states,
+            grace_left_s=self._grace_left_s,
         )
+        self._trained, self._engines_end = asyncio.Event(), False
         self._failure = ""
         """The error that ended the run; empty if it ended without one."""
         self._starts_again = False
@@ -154,6 +159,7 @@ class LearnerDeployment:
             ),
             "targets": self._targets.follow(handles.coordinator, timeout_s=config.buffer.call_timeout_s),
             "display": self._display.run(),
+            "admission": self._end_admission(handles, stop),
         }
         beside = [await entered.enter_async_context(running(work, name=name)) for name, work in works.items()]
         await handles.coordinator.call(Registry.set_endpoint, "learner", server.address)
@@ -162,7 +168,10 @@ class LearnerDeployment:
         training = self._training.run(
             handles, client=client, model_path=model_path, prompts=prompts, stop=stop, ranks=ranks
         )
-        totals = await unless_one_fails(beside, training)
+        try:
+            totals = await unless_one_fails(beside, training)
+        finally:
+            self._trained.set()
         if not stop.is_set():
             await self._check_trained(failures)
         elif self._log.trained_steps < config.learner.total_steps:
@@ -179,6 +188,47 @@ class LearnerDeployment:
             logger.warning("`asyncrl down` asked the run to end: ending cleanly")
             self._run_dir.asked_to_end("`asyncrl down`")
             stop.set()
+
+    async def _end_admission(self, handles: RunHandles, stop: asyncio.Event) -> None:
+        """Ends the admission of new groups when `stop` is set. The step that runs goes on, and so do groups in flight.
+        An error is logged: the loop ends admission again when its last step has ended."""
+        await stop.wait()
+        try:
+            await handles.coordinator.call(Coordinator.pause, handles.lineage.incarnation)
+        except (RunError, TimeoutError) as error:
+            logger.warning("generators may begin groups until the last step has ended: %s", error)
+
+    async def engines_free(self, stop: asyncio.Event) -> None:
+        """Waits until `stop` is set, and then until the last weights are evaluated. Returns when `LEAVE_S` seconds of
+        `run.shutdown_grace_s` are left in any case, and as soon as `stop` is set if they cannot be evaluated."""
+        await stop.wait()
+        if self._may_evaluate():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._grace_left_s()):
+                    await self._trained.wait()
+        self._engines_end = True
+
+    def _may_evaluate(self) -> bool:
+        """Returns whether the last weights may be evaluated after the request to end: the run has held-out prompts,
+        this process has trained a step, and step and save are expected to leave time of the grace."""
+        heldout = self._training.heldout
+        if heldout is None or not heldout.wanted or not self._run_dir.steps_written:
+            return False
+        return self._grace_left_s() > 0 and self._short_grace() is None
+
+    def _short_grace(self) -> str | None:
+        """Returns the warning of `short_grace`. There is none before the first step."""
+        if (checkpoints := self._training.checkpoints) is None or not self._log.steps:
+            return None
+        step_s, save_s = self._log.steps[-1].duration_s, checkpoints.expected_end_s()
+        return short_grace(self._config.run.shutdown_grace_s, step_s=step_s, save_s=save_s)
+
+    def _grace_left_s(self) -> float:
+        """Returns how many seconds the evaluation of the last weights may take; 0 if there must be none. With a mirror
+        there is none: all of the time is for sending the last checkpoint."""
+        if self._engines_end or self._config.run.mirror is not None:
+            return 0.0
+        return max(0.0, self._run_dir.left_s(self._config.run.shutdown_grace_s) - LEAVE_S)
 
     def _described_metrics(self) -> LearnerMetrics:
         metrics, restarts = described_metrics(self._config), self._run_dir.restarts
@@ -255,10 +305,8 @@ class LearnerDeployment:
         Warns when `stop` is set if the grace is too short for the rest of the run.
         """
         await stop.wait()
-        if (checkpoints := self._training.checkpoints) is not None and self._log.steps:
-            step_s, save_s = self._log.steps[-1].duration_s, checkpoints.expected_end_s()
-            if warning := short_grace(self._config.run.shutdown_grace_s, step_s=step_s, save_s=save_s):
-                logger.warning("%s", warning)
+        if warning := self._short_grace():
+            logger.warning("%s", warning)
         await asyncio.sleep(max(0.0, self._config.run.shutdown_grace_s - LEAVE_S))
 
 

@@ -264,14 +264,21 @@ class ReplicaPool:
             self._drain(self._least_useful())
         self._check_size(min(self.config.generator.min_replicas, wanted))
 
-    async def end(self) -> None:
-        """Ends all replicas: drains them within the grace, and ends their engines. Those that are drained already have
-        no longer than the grace either."""
-        await asyncio.gather(*[self._end_and_leave(replica) for replica in self.replicas], self._end_drained())
+    def end_idle(self) -> None:
+        """Begins to end the replicas that do not generate, because they start or have failed. For a run that was asked
+        to end, which starts none again."""
+        for replica in [each for each in self.replicas if not each.generates]:
+            self._drain(replica)
 
-    async def _end_drained(self) -> None:
+    async def end(self, *, grace_s: float) -> None:
+        """Ends all replicas: drains them within `grace_s` seconds, and ends their engines. Those that are drained
+        already have no longer either."""
+        ends = [self._end_and_leave(replica, grace_s=grace_s) for replica in self.replicas]
+        await asyncio.gather(*ends, self._end_drained(grace_s))
+
+    async def _end_drained(self, grace_s: float) -> None:
         if self._ending:
-            _, late = await asyncio.wait(self._ending, timeout=self.config.run.shutdown_grace_s)
+            _, late = await asyncio.wait(self._ending, timeout=grace_s)
             await cancelled(*late)
 
     # --- failures -----------------------------------------------------------------------------------------------
@@ -323,7 +330,7 @@ class ReplicaPool:
                     await self.coordinator.call(Registry.gave_up, replica.name, f"{error}; {gives_up}")
             except (RunError, TimeoutError) as unheard:
                 logger.warning("the buffer did not get the report that replica %s is lost: %s", replica.name, unheard)
-            await self._end_actor(replica, drain=False, answers=cause is not Cause.NO_HEARTBEATS)
+            await self._end_actor(replica, answers=cause is not Cause.NO_HEARTBEATS)
             if gives_up:
                 if isinstance(error, FirstParityError) and not any(each.samples for each in self.replicas):
                     self._wrong_model = await self._not_served(replica, error)
@@ -465,7 +472,7 @@ class ReplicaPool:
         assert replica.process is not None
         await replica.process.run()
 
-    async def _end_and_leave(self, replica: Replica, *, grace_s: float | None = None) -> None:
+    async def _end_and_leave(self, replica: Replica, *, grace_s: float) -> None:
         """Ends a replica that is not started again. Ends its supervision first. At the end, removes the replica from
         the run, because a replica that had to be killed has not left the run itself."""
         if replica.work is not None:
@@ -479,20 +486,16 @@ class ReplicaPool:
                     async with asyncio.timeout(EXIT_S):
                         await self.coordinator.call(Coordinator.leave, replica.actor)
 
-    async def _end_actor(
-        self, replica: Replica, *, drain: bool = True, answers: bool = True, grace_s: float | None = None
-    ) -> None:
-        """Ends the actor of a replica: drains it within the grace, ends its engine, kills its process, and removes its
-        shared memory. A process that does not answer is only killed. `grace_s` is `run.shutdown_grace_s` if it is left
-        out.
+    async def _end_actor(self, replica: Replica, *, grace_s: float | None = None, answers: bool = True) -> None:
+        """Ends the actor of a replica: drains it within `grace_s` seconds, ends its engine, kills its process, and
+        removes its shared memory. Without `grace_s` it is not drained. A process that does not answer is only killed.
 
         Errors are logged and not raised, so that one replica cannot prevent the end of the others.
         """
-        grace_s = self.config.run.shutdown_grace_s if grace_s is None else grace_s
         if (process := replica.process) is None:
             return
         try:
-            if drain and replica.generates:
+            if grace_s is not None and replica.generates:
                 assert replica.running is not None
                 await process.drain()
                 async with asyncio.timeout(grace_s):
@@ -552,6 +555,10 @@ class GeneratorDeployment:
 
     `started` is called once for each replica whose engine has started, with the processes of the replica. `new_actor`
     makes the actor of each start of a replica. The run and the replicas are checked every `watch_every_s` seconds.
+
+    `asked` returns whether the run was asked to end. Then no replica is started any more, but those that generate stay
+    until `stop` is set. `grace_left_s` returns how long the groups in flight may take at the end: if it is left out,
+    `run.shutdown_grace_s`.
     """
 
     def __init__(
@@ -561,12 +568,16 @@ class GeneratorDeployment:
         model_path: Awaitable[str],
         prompts: Awaitable[Prompts],
         started: Callable[[EngineProcesses], None] = lambda _: None,
+        asked: Callable[[], bool] = lambda: False,
+        grace_left_s: Callable[[], float] | None = None,
         cluster: JoinedCluster = JOINED,
         new_actor: Callable[..., ReplicaActor] = ReplicaActor,
         watch_every_s: float = WATCH_EVERY_S,
     ) -> None:
         self._config = config
         self._cluster = cluster
+        self._asked = asked
+        self._grace_left_s = grace_left_s or (lambda: config.run.shutdown_grace_s)
         self._watch_every_s = watch_every_s
         self._prompts = prompts
         self._deployment = new_deployment(Role.GENERATOR, replicas=config.generator.replicas)
@@ -587,7 +598,7 @@ class GeneratorDeployment:
         async with AsyncExitStack() as entered, AsyncExitStack() as made:
             # Replicas come first: they import vLLM, the longest part of a start, while the prompts are loaded and the
             # run's actors are created.
-            made.push_async_callback(self._pool.end)
+            made.push_async_callback(self._end)
             self._pool.make()
             tasks = (await self._prompts).train
             handles = await self._cluster.enter_run(config, deployment=self._deployment, tasks=tasks)
@@ -604,6 +615,9 @@ class GeneratorDeployment:
             names = ", ".join(replica.name for replica in self._pool.replicas)
             logger.info("engines are ready, waiting for weights: %s", names)
             return await self._watch(handles, stop)
+
+    async def _end(self) -> None:
+        await self._pool.end(grace_s=self._grace_left_s())
 
     async def _watch(self, handles: RunHandles, stop: asyncio.Event) -> RunState | None:
         """Looks after the replicas. Returns the run's state when it has ended, or None when `stop` is set.
@@ -634,7 +648,10 @@ class GeneratorDeployment:
                     f"{'attached' if status.learner_attached else 'gone'}; see the "
                     "learner's log for the cause"
                 )
-            await self._pool.look_after(own)
+            if self._asked():
+                self._pool.end_idle()
+            else:
+                await self._pool.look_after(own)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._watch_every_s):
                     await stop.wait()

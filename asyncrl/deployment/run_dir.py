@@ -352,9 +352,18 @@ class RunDir(RecordSink):
 
         The run is closing then. If something kills it before it has closed, run.json still has the reason of the end.
         """
+        self.asked_s = time.monotonic()  # first, because the thread of the run reads it if `asked` is set
         self.asked, self._asked_by, self._from_outside = True, by, from_outside
-        self.asked_s = time.monotonic()
         self._note("the request to end", exit_reason=f"asked to end by {by}")
+
+    @property
+    def asked_from_outside(self) -> bool:
+        """Whether SIGTERM asked the run to end. Its sender may kill the process when the grace is over."""
+        return self._from_outside
+
+    def left_s(self, grace_s: float) -> float:
+        """Returns how many of the `grace_s` seconds after the request to end are left; all before a request."""
+        return max(0.0, self.asked_s + grace_s - time.monotonic()) if self.asked else grace_s
 
     def append_step(self, record: StepRecord) -> None:
         self.steps_written += 1

@@ -45,8 +45,8 @@ from asyncrl.weights.transports.of_config import transport_of
 
 @dataclass(kw_only=True)
 class Training:
-    """`run` trains the run once. `sinks` get its records, in this order. `new_policy` builds the policy, whose ranks
-    have not started yet."""
+    """`run` trains the run once. `sinks` get its records, in this order. `grace_left_s` is that of
+    `HeldoutEvaluation`. `new_policy` builds the policy, whose ranks have not started yet."""
 
     config: Config
     run_dir: RunDir
@@ -55,9 +55,12 @@ class Training:
     sinks: Sequence[RecordSink]
     metrics: LearnerMetrics
     states: StateClock
+    grace_left_s: Callable[[], float]
     new_policy: Callable[..., TQPolicy] = TQPolicy
     checkpoints: Checkpoints | None = field(default=None, init=False)
     """The checkpoints of the run; None until its ranks have started."""
+    heldout: HeldoutEvaluation | None = field(default=None, init=False)
+    """The evaluations of the run; None until its ranks have started."""
 
     def __post_init__(self) -> None:
         self._transport = transport_of(self.config, nonce=self.run_dir.nonce)
@@ -163,7 +166,7 @@ class Training:
         resumed, before = self.run_dir.resumed, self.log.before
         # The time of a resumed run continues from its last record.
         started_s = self.display.screen.started_s - (before.wall_s if before else 0.0)
-        heldout = HeldoutEvaluation(
+        self.heldout = heldout = HeldoutEvaluation(
             config=config,
             tasks={HELDOUT: prompts.heldout, **prompts.sets},
             coordinator=handles.coordinator,
@@ -171,6 +174,7 @@ class Training:
             sinks=self.sinks,
             metrics=self.metrics,
             started_s=started_s,
+            grace_left_s=self.grace_left_s,
         )
         mirror = self.run_dir.mirror
 

@@ -2,7 +2,8 @@
 
 Any live replica that has loaded the version can run the evaluation, and keeps its weights meanwhile. For the first and
 the last version of a run, the caller pauses admission. While the run trains, evaluations run beside it: the replica
-generates groups too, and the learner goes on. Such an evaluation is of the version that the replica has.
+generates groups too, and the learner goes on. Such an evaluation is of the version that the replica has. A run that was
+asked to end evaluates its last version after its checkpoint, in the part of its grace that its end does not need.
 
 If every rollout of the first evaluation of a new run fails, training would fail in the same way. The run then ends
 with the cause. A later evaluation that fails is left out: the run has trained weights by then.
@@ -14,7 +15,7 @@ position. The generator counts the tokens that are less probable.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +32,14 @@ from asyncrl.generation.evaluation import Answer, mean_numbers
 from asyncrl.learner.progress import replicas_in_words
 from asyncrl.learner.records import EvalRecord, RecordSink, mean_and_error, pass_at
 from asyncrl.metrics.recorders import LearnerMetrics
+from asyncrl.user_code import type_and_text
 
 logger = logging.getLogger(__name__)
 
 REPLICA_WAIT_S = 5.0
 """Longest wait of one call for a replica, seconds."""
+REPLICA_WAIT_IN_GRACE_S = 0.5
+"""The same in the grace of a run that was asked to end: it ends as soon as it has no replica."""
 EVALUATIONS = 5
 """Number of attempts at one evaluation, on replicas that end or fail."""
 REPEAT_PAUSE_S = 2.0
@@ -69,7 +73,8 @@ class ReplicaClient:
 @dataclass(kw_only=True)
 class HeldoutEvaluation:
     """Evaluates versions on the first prompts of each held-out set. `tasks` has the tasks of the sets by name. `sinks`
-    get the records. `started_s` is the start of the run on `clock`."""
+    get the records. `started_s` is the start of the run on `clock`. `grace_left_s` returns how many seconds an
+    evaluation after a request to end may take; 0 if there must be none."""
 
     config: Config
     tasks: Mapping[str, Sequence[Task]]
@@ -78,6 +83,7 @@ class HeldoutEvaluation:
     sinks: Sequence[RecordSink]
     metrics: LearnerMetrics
     started_s: float
+    grace_left_s: Callable[[], float] = lambda: 0.0
     repeat_pause_s: float = REPEAT_PAUSE_S
     clock: Callable[[], float] = time.monotonic
     reached: EvalRecord | None = field(default=None, init=False)
@@ -89,6 +95,8 @@ class HeldoutEvaluation:
     _newest: dict[str, Version] = field(default_factory=dict, init=False)
     """The version that was evaluated last on each set."""
     _evaluated: bool = field(default=False, init=False)
+    _in_grace: bool = field(default=False, init=False)
+    """Whether the run was asked to end and has saved its last version: no replica is started any more."""
 
     def __post_init__(self) -> None:
         self._how = self.config.eval.each_set()
@@ -124,19 +132,23 @@ class HeldoutEvaluation:
         """Returns the actor name of a live replica that has loaded `version`, and waits for one if necessary. Returns
         `avoid` only if there is no other one now.
 
-        Raises StallError when no live replica has loaded it within `run.stall_timeout_s`.
+        Raises StallError when no live replica has loaded it within `run.stall_timeout_s`, and in the grace of a run
+        that was asked to end as soon as no replica lives.
         """
         timeout_s = self.config.run.stall_timeout_s
         deadline_s = self.clock() + timeout_s
+        wait_s = REPLICA_WAIT_IN_GRACE_S if self._in_grace else REPLICA_WAIT_S
         while True:
             actor = await self.coordinator.call(
                 Coordinator.replica_at,
                 version,
                 other_than=(*self._gone, *filter(None, [avoid])),
-                wait_s=0.0 if avoid else min(REPLICA_WAIT_S, timeout_s),
+                wait_s=0.0 if avoid else min(wait_s, timeout_s),
             )
             if actor is not None:
                 return actor
+            if self._in_grace:
+                await self._check_any_lives()
             if avoid is None and self.clock() > deadline_s:
                 status = await self.coordinator.call(Coordinator.status)
                 raise StallError(
@@ -146,8 +158,15 @@ class HeldoutEvaluation:
                 )
             avoid = None
 
+    async def _check_any_lives(self) -> None:
+        """Raises StallError if no replica lives."""
+        status = await self.coordinator.call(Coordinator.status)
+        if not any(view.live and view.actor not in self._gone for view in status.replicas):
+            raise StallError("no generator is left")
+
     async def evaluate(self, version: Version, *, actor: str) -> None:
         """Runs the tasks of each set on the replica `actor` and records their mean reward as the reward of `version`.
+        In the grace of a run, leaves out the sets on which `version` was evaluated before.
 
         A failed rollout is left out of the mean, because one bad question must not end a run. Training treats it in the
         same way. Raises RunError when all rollouts of the first evaluation of step 0 fail, or when that evaluation
@@ -159,6 +178,8 @@ class HeldoutEvaluation:
         # a resumed run has no evaluation of step 0
         may_end_run, self._evaluated = version.step == 0 and not self._evaluated, True
         for name in self._tasks:
+            if self._in_grace and self._newest.get(name) == version:
+                continue
             try:
                 actor, at, answers = await self._answers(name, version, actor=actor)
             except TimeoutError:
@@ -188,6 +209,32 @@ class HeldoutEvaluation:
             return
         self._beside_step = version.step
         self._beside = asyncio.create_task(self.evaluate_beside(version), name=f"evaluation of {version}")
+
+    async def evaluate_in_grace(self, version: Version, evaluate: Callable[[], Awaitable[None]]) -> None:
+        """Evaluates the last version of a run that was asked to end, by `evaluate`. Cancels this after `grace_left_s`
+        seconds.
+
+        Logs why the evaluation is left out, and raises nothing: the weights are saved, and the run must end in order.
+        """
+        if not self.wanted or self.has_evaluated(version):
+            return
+        self._in_grace, why = True, "the evaluation failed"
+        if (left_s := self.grace_left_s()) <= 0:
+            grace_s, mirror = self.config.run.shutdown_grace_s, self.config.run.mirror
+            why = f"run.shutdown_grace_s = {grace_s:g} s leaves no time for it"
+            why += "" if mirror is None else ", because run.mirror gets all of it"
+        else:
+            try:
+                async with asyncio.timeout(left_s) as limit:
+                    await self.cancel()  # the evaluation beside training keeps its replica at the version that it has
+                    await evaluate()
+            except Exception as error:
+                if limit.expired():  # a call that exceeds a limit of its own raises a TimeoutError too
+                    why = f"it took longer than the {left_s:.1f} s that were left for it of run.shutdown_grace_s"
+                else:
+                    why = str(error) if isinstance(error, RunError) else type_and_text(error)
+        if not self.has_evaluated(version):
+            logger.warning("held-out evaluation of %s is left out: %s", version.words, why)
 
     async def settle(self) -> None:
         """Waits for the evaluation that runs beside training."""

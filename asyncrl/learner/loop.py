@@ -20,12 +20,14 @@ Who waits for whom in a step, and the state that counts the time:
 A group that is committed, or ends in another way, wakes the lease call that waits. Engines fetch the weights from the
 store while training goes on. The state is `starting` until `LearnerLoop.run` is called. A held-out evaluation runs
 before the first and after the last step, and those in between run at the same time as the steps
-(`HeldoutEvaluation.begin`). The loop keeps these invariants:
+(`HeldoutEvaluation.begin`). A run that is asked to end first saves its last version, and then publishes and evaluates
+it if its grace allows it (`HeldoutEvaluation.evaluate_in_grace`). The loop keeps these invariants:
 
 - every lease ends by ack, skip or give-back, also when a stage fails;
 - a version is published only after the ack of its step;
 - a run that has trained a step and ends without an error saves its last version; unless it was stopped, it also
-  publishes and evaluates it.
+  publishes and evaluates it;
+- no version is published after the audit's record of the end.
 
 The time of every stage is counted in the learner's state-seconds.
 """
@@ -35,6 +37,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from functools import partial
 
 from asyncrl.buffer.records import Lease, LeaseWait
 from asyncrl.common.roles import TRAINING, RunState
@@ -138,20 +141,24 @@ class LearnerLoop:
             raise
         await self.step_end.settle()
         if not stop.is_set():
-            await self.heldout.settle()
+            with contextlib.suppress(Stopped):
+                await unless_stopped(stop, self.heldout.settle())
         self.phase = "closing"
         self.stages.states.enter("other")
         await self.coordinator.call(Coordinator.set_state, self.incarnation, RunState.CLOSING)
         if not stop.is_set():
-            if self.publisher.published != version:
-                await self._publish(version)
-            if await self._last_delivered() and not self.heldout.has_evaluated(version):
-                await self._evaluate(version, stop)
-        ledger = await self.coordinator.call(Coordinator.ledger_entry, self.incarnation)
-        self.step_end.append_audit(Ended(version, ledger))
+            try:
+                await self._evaluate_last(version, stop)
+            except StallError as error:
+                logger.error("held-out evaluation of %s is left out: %s", version.words, error)
         if version != first:  # a run that trained no step has no new weights to save
             snapshot = await self.coordinator.call(Coordinator.snapshot, self.incarnation)
             await self._while_saving(self.checkpoints.save_last(snapshot), version)
+            if stop.is_set():  # `stop` must not end this evaluation: the end of the grace does
+                await self.heldout.evaluate_in_grace(version, partial(self._evaluate_last, version, asyncio.Event()))
+        await self.publisher.stop()  # a version that is published behind the record of the end would hide it
+        ledger = await self.coordinator.call(Coordinator.ledger_entry, self.incarnation)
+        self.step_end.append_audit(Ended(version, ledger))
         retained = await self.coordinator.call(Coordinator.release, self.incarnation, None)
         await self.step_end.clear(retained)
         await self.coordinator.call(Coordinator.clear_dropped, self.incarnation)
@@ -325,15 +332,14 @@ class LearnerLoop:
         with self.stages.states.within("publish"):
             return await self.publisher.publish(version)
 
-    async def _last_delivered(self) -> bool:
-        """Waits until the last weights are delivered. If they cannot be, logs it and returns False: they must still be
-        saved."""
-        try:
-            await self.publisher.settle()
-        except StallError as error:
-            logger.error("the last weights are saved, but not evaluated: %s", error)
-            return False
-        return True
+    async def _evaluate_last(self, version: Version, stop: asyncio.Event) -> None:
+        """Publishes and evaluates the last version, as far as this has not happened yet. `stop` cancels the evaluation.
+        Raises StallError if the weights cannot be delivered, or if no replica loads or evaluates them."""
+        if self.publisher.published != version:
+            await self._publish(version)
+        await self.publisher.settle()
+        if not self.heldout.has_evaluated(version):
+            await self._evaluate(version, stop)
 
     async def _publish_if_due(self, status: BriefStatus) -> float | None:
         """Publishes the learner's version if it is due, or if no replica with a free slot gets a ticket without it
@@ -360,17 +366,9 @@ class LearnerLoop:
             await unless_stopped(stop, self._evaluate_on_a_replica(version))
 
     async def _evaluate_on_a_replica(self, version: Version) -> None:
-        """Waits for the first replica that has loaded `version`, and evaluates the version on it.
-
-        Raises StallError if no replica has loaded the first weights, because training would wait too. Later it is
-        logged: the weights that are trained by then must still be saved.
-        """
+        """Waits for the first replica that has loaded `version`, and evaluates the version on it. Raises StallError if
+        no replica loads or evaluates it."""
         self.phase = f"waiting for a generator to load the weights of {version.words}"
-        try:
-            actor = await self.heldout.replica_at(version)
-            self.phase = f"evaluating the weights of {version.words}"
-            await self.heldout.evaluate(version, actor=actor)
-        except StallError as error:
-            if not version.step:
-                raise
-            logger.error("held-out evaluation of %s is left out: %s", version.words, error)
+        actor = await self.heldout.replica_at(version)
+        self.phase = f"evaluating the weights of {version.words}"
+        await self.heldout.evaluate(version, actor=actor)

@@ -1,10 +1,11 @@
 """`run_both`, the main function of `asyncrl up`: its phases, and the end of both deployments if one of them fails."""
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -78,6 +79,8 @@ class Pools:
         generators_at_end: Exception | None = None,
     ):
         self.ended: list[str] = []
+        self.free = asyncio.Event()
+        """The learner needs its engines no longer."""
         self._at_end = {"generators": generators_at_end}
         self.parts = replace(
             imported_parts(),
@@ -99,7 +102,11 @@ class Pools:
             self.ended.append(f"{name} in order")
             return name
 
-        return lambda *_, **__: SimpleNamespace(run=run)
+        return lambda *_, **__: SimpleNamespace(run=run, engines_free=self._engines_free)
+
+    async def _engines_free(self, stop: asyncio.Event) -> None:
+        await stop.wait()
+        await self.free.wait()
 
     def when_imported(self, imported: Callable[[], object]) -> Parts:
         """Returns the parts, with a learner that calls `imported` when it is made."""
@@ -138,8 +145,80 @@ async def test_the_error_of_a_learner_that_failed_first_is_not_hidden_by_that_of
 @pytest.mark.fault("F29")
 async def test_a_run_that_is_asked_to_end_ends_both_in_order(tmp_path: Path) -> None:
     stop, pools = asyncio.Event(), Pools()
+    pools.free.set()
     assert await ran(tmp_path, stop, pools.when_imported(stop.set)) == "learner"
     assert sorted(pools.ended) == ["generators in order", "learner in order"]
+
+
+def with_learner(pools: Pools, run: Callable[[asyncio.Event], Awaitable[str]]) -> Parts:
+    """Returns the parts of `pools` with a learner that runs `run`."""
+    made = pools.parts.new_learner()
+    made.run = run
+    return replace(pools.parts, new_learner=lambda *_, **__: made)
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+async def test_engines_stay_until_the_learner_of_a_run_that_is_asked_to_end_needs_them_no_longer(
+    tmp_path: Path,
+) -> None:
+    stop, pools, ended = asyncio.Event(), Pools(), list[list[str]]()
+
+    async def run(stop: asyncio.Event) -> str:
+        stop.set()
+        for _ in range(100):  # saves and evaluates
+            await asyncio.sleep(0)
+        ended.append([*pools.ended])
+        pools.free.set()
+        while not pools.ended:  # closes meanwhile
+            await asyncio.sleep(0)
+        return "learner"
+
+    assert await ran(tmp_path, stop, with_learner(pools, run)) == "learner"
+    assert ended == [[]]
+    assert pools.ended == ["generators in order"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+@pytest.mark.parametrize("error", [None, StallError("nothing moves")])
+async def test_engines_end_with_a_learner_that_does_not_free_them(error: Exception | None, tmp_path: Path) -> None:
+    stop, pools = asyncio.Event(), Pools()
+
+    async def run(stop: asyncio.Event) -> str:
+        stop.set()
+        await asyncio.sleep(0)
+        if error is not None:
+            raise error
+        return "learner"
+
+    with contextlib.nullcontext() if error is None else pytest.raises(StallError):
+        assert await ran(tmp_path, stop, with_learner(pools, run)) == "learner"
+    assert pools.ended == ["generators in order"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+@pytest.mark.parametrize("at_once", [True, False], ids=["while the learner saves", "at their end"])
+async def test_generators_that_fail_after_a_request_to_end_do_not_cancel_the_last_save(
+    at_once: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stop, pools = asyncio.Event(), Pools()
+
+    async def generate(end: asyncio.Event) -> None:
+        await (stop if at_once else end).wait()
+        raise GeneratorPoolExhausted("none lives")
+
+    async def run(stop: asyncio.Event) -> str:
+        stop.set()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        pools.free.set()
+        return "saved"
+
+    parts = replace(with_learner(pools, run), new_generators=lambda *_, **__: SimpleNamespace(run=generate))
+    assert await ran(tmp_path, stop, parts) == "saved"
+    assert "the generators did not end in order: none lives" in caplog.text
 
 
 @pytest.mark.asyncio
@@ -245,7 +324,7 @@ async def test_run_json_names_the_files_of_engines_on_this_machine_only(here: bo
     async def trained(_: asyncio.Event) -> None:
         """The learner has trained its last step."""
 
-    trains: Any = SimpleNamespace(run=trained)
+    trains: Any = SimpleNamespace(run=trained, engines_free=asyncio.Event.wait)
     parts = replace(Pools().parts, new_generators=generators, new_learner=lambda *_, **__: trains)
     await ran(tmp_path, asyncio.Event(), parts)
     info = known_info(tmp_path / Config().run.name)

@@ -73,6 +73,47 @@ def test_a_report_that_cannot_be_made_hides_no_outcome(
     assert re.search(r"ended by an error\nTraceback .*RunError: the run's own", log, re.DOTALL), log
 
 
+@pytest.mark.fault("F29")
+@pytest.mark.parametrize("stop_when", [False, True])
+@pytest.mark.parametrize(
+    ("by", "most_s"),
+    [("SIGTERM", start.LEAST_AT_END_S), ("SIGINT", 30.0), (None, 30.0)],
+    ids=["SIGTERM", "Ctrl-C", "-"],
+)
+def test_the_mirror_of_a_run_that_sigterm_ended_gets_no_second_grace_however_the_run_ends(
+    by: str | None, most_s: float, stop_when: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited_s: list[float] = []
+
+    class Mirror:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def start(self) -> None: ...
+
+        def finish(self, *, within_s: float) -> None:
+            waited_s.append(within_s)
+
+    monkeypatch.setattr(start, "Mirror", Mirror)
+    config = Config.model_validate(
+        {
+            "run": {
+                "name": "quick",
+                "dir": str(tmp_path),
+                "mirror": f"file://{tmp_path}/mirror",
+                "shutdown_grace_s": 30.0,
+            }
+        }
+    )
+    with reported_run(config, role="up") as run_dir:
+        if by is not None:
+            run_dir.asked_to_end(by, from_outside=by == "SIGTERM")
+            run_dir.asked_s -= 29.0
+            run_dir.stopped()
+        if stop_when:
+            run_dir.finished("ended after step 6 of 60, because …")
+    assert waited_s == [most_s]
+
+
 def test_the_log_has_the_reason_why_run_json_lacks_the_end_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

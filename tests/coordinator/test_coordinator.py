@@ -917,6 +917,25 @@ async def test_what_happens_to_groups_wakes_only_generators_that_can_get_a_ticke
 
 
 @pytest.mark.asyncio
+@pytest.mark.fault("F29")
+async def test_a_run_that_is_closing_admits_no_group_also_to_a_replica_that_waits_for_one() -> None:
+    coordinator = made(ClearedRows())
+    held = (await coordinator.reserve("a", NOW, 2, wait_s=0.0)).tickets
+    coordinator.set_state(1, RunState.RUNNING)
+    waiting = await a_waiting_reserve(coordinator)
+    coordinator.set_state(1, RunState.CLOSING)
+    assert await coordinator.commit([finished(ticket) for ticket in held]) == [CommitOutcome.ACCEPTED] * 2
+    await coordinator.lease(1, wait_s=0.0)
+    await coordinator.ack(1, 0)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    assert (await coordinator.reserve("b", NOW, 1, wait_s=0.0)).refusal is Refusal.PAUSED
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+
+@pytest.mark.asyncio
 async def test_a_waiting_generator_is_seen_to_need_newer_weights_after_the_step_that_made_them() -> None:
     """The gate publishes on demand, so it must know why the replica gets no ticket, although its call only waits."""
     coordinator = made(ClearedRows())

@@ -231,3 +231,29 @@ async def test_a_deployment_ends_with_its_run_and_returns_how_the_run_ended(stat
     cluster.answers["brief_status"] = lambda: make_status(state=state)
     async with asyncio.timeout(60):
         assert await deployment_of(config, cluster=cluster, watch_every_s=0.0).run(asyncio.Event()) is state
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+async def test_replicas_stay_after_a_request_to_end_until_the_deployment_ends_and_are_not_started_again() -> None:
+    config = Config.model_validate({"generator": {"replicas": 2}})
+    actors, stop, asked, looks = MadeUpActors(), asyncio.Event(), asyncio.Event(), list[int]()
+    cluster = OneProcessCluster(config)
+
+    async def look(_: Call) -> None:
+        looks.append(len(actors.made))
+        if len(looks) == 2:
+            asked.set()
+            next(iter(actors.actors.values())).ends.set_exception(RunError("the engine died"))
+        if len(looks) == 5:
+            assert actors.killed == actors.made[:1], "the other one may be needed"
+            stop.set()
+
+    cluster.before["own_replicas"] = look
+    deployment = deployment_of(
+        config, cluster=cluster, actors=actors, asked=asked.is_set, grace_left_s=lambda: 5.0, watch_every_s=0.0
+    )
+    async with asyncio.timeout(60):
+        assert await deployment.run(stop) is None
+    assert looks == [2] * 5, "none is started again"
+    assert actors.killed == actors.made

@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.buffer.records import Failure
 from asyncrl.common.roles import RunState
-from asyncrl.common.tasks import Stopped
+from asyncrl.common.tasks import Stopped, running
 from asyncrl.common.version import Version
 from asyncrl.complete_directory import COMPLETE, unfinished
 from asyncrl.config.schema import CheckpointSection, Config
@@ -36,7 +36,7 @@ from asyncrl.deployment.learner import LEAVE_S, LearnerDeployment, Targets
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen
 from asyncrl.deployment.training import Training
-from asyncrl.errors import ActorGone, CheckpointError, FailureClass, Fenced, RunError, StallError
+from asyncrl.errors import ActorGone, CallTimeout, CheckpointError, FailureClass, Fenced, RunError, StallError
 from asyncrl.learner.records import EvalRecord, RecordSink, RunTotals, StepRecord
 from asyncrl.learner.saving import Checkpoints
 from asyncrl.metrics.catalogue import LEARNER_STATES
@@ -598,6 +598,142 @@ async def test_a_run_that_was_asked_to_end_waits_within_its_grace(
     with RunDir.create(config) as run:
         async with asyncio.timeout(DEADLINE_S):
             await deployed(run, config, cluster=cluster, train=train).run(stop)
+
+
+HELDOUT: Any = SimpleNamespace(wanted=True)
+NO_HELDOUT: Any = SimpleNamespace(wanted=False)
+
+
+async def freed(folder: Path, *, heldout: Any = HELDOUT, step_s: float = 1.0, **run_section: Any) -> list[str]:
+    """Asks a run to end during its first step. Returns in order when its engines are free and when it was trained."""
+    config = config_in(folder, run={"shutdown_grace_s": 2 * LEAVE_S} | run_section)
+    stop, happened = asyncio.Event(), list[str]()
+
+    async def step_and_save(training: Training) -> RunTotals:
+        training.checkpoints, training.heldout = checkpoints_in(run, Saved()), heldout
+        await records(make_step(0, duration_s=step_s))(training)
+        stop.set()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        happened.append(f"trained, {training.grace_left_s():.0f} s left")
+        return TOTALS
+
+    async def engines() -> None:
+        await deployment.engines_free(stop)
+        happened.append("engines are free")
+
+    with RunDir.create(config) as run:
+        deployment = deployed(run, config, train=step_and_save, ended=lambda: happened.append("ranks end"))
+        async with asyncio.timeout(DEADLINE_S), running(engines()) as free:
+            await deployment.run(stop)
+            stop.set()
+            await free
+    return happened
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+async def test_engines_stay_for_the_evaluation_of_the_last_weights_and_are_free_before_the_ranks_end(
+    tmp_path: Path,
+) -> None:
+    assert await freed(tmp_path) == ["trained, 10 s left", "engines are free", "ranks end"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"heldout": None},
+        {"heldout": NO_HELDOUT},
+        {"step_s": 2 * LEAVE_S},
+        {"shutdown_grace_s": LEAVE_S},
+        {"mirror": "memory://quick"},
+    ],
+    ids=["ranks start", "no held-out prompts", "a step that is too long", "a grace that is too short", "a mirror"],
+)
+async def test_engines_are_free_at_the_request_to_end_if_no_evaluation_is_possible(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    first, *then = await freed(tmp_path, **options)
+    assert (first, then) == ("engines are free", ["trained, 0 s left", "ranks end"])
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+async def test_engines_are_free_in_time_although_the_learner_still_trains(tmp_path: Path) -> None:
+    may_end = asyncio.Event()
+    config = config_in(tmp_path, run={"shutdown_grace_s": LEAVE_S + 0.05})
+    stop = asyncio.Event()
+
+    async def long_step(training: Training) -> RunTotals:
+        training.checkpoints, training.heldout = checkpoints_in(run, Saved()), HELDOUT
+        await records(make_step(0, duration_s=0.01))(training)
+        stop.set()
+        await may_end.wait()
+        assert training.grace_left_s() == 0.0
+        return TOTALS
+
+    with RunDir.create(config) as run:
+        deployment = deployed(run, config, train=long_step)
+        async with asyncio.timeout(DEADLINE_S), running(deployment.run(stop)) as learner:
+            await deployment.engines_free(stop)
+            assert not learner.done()
+            may_end.set()
+            await learner
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+@pytest.mark.parametrize("error", [StallError("nothing moves"), Stopped()])
+async def test_engines_are_free_when_the_training_fails_after_the_request_to_end(
+    error: Exception, tmp_path: Path
+) -> None:
+    config, stop, happened = config_in(tmp_path, run={"shutdown_grace_s": 600.0}), asyncio.Event(), list[str]()
+
+    async def fail(training: Training) -> RunTotals:
+        training.checkpoints, training.heldout = checkpoints_in(run, Saved()), HELDOUT
+        await records(make_step(0))(training)
+        stop.set()
+        await asyncio.sleep(0)
+        raise error
+
+    with RunDir.create(config) as run:
+        deployment = deployed(run, config, train=fail, ended=lambda: happened.append("ranks end"))
+        async with asyncio.timeout(DEADLINE_S), running(deployment.engines_free(stop)) as free:
+            with contextlib.suppress(StallError):
+                await deployment.run(stop)
+            await free
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+@pytest.mark.parametrize("fails", [False, True])
+async def test_admission_ends_with_the_request_to_end_although_the_step_still_runs(
+    fails: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, stop, asked = config_in(tmp_path), asyncio.Event(), asyncio.Event()
+    cluster = OneProcessCluster(config)
+
+    async def pause(_: Call) -> None:
+        asked.set()
+        if fails:
+            raise CallTimeout("the buffer's pause took longer than 30 s")
+
+    async def train(training: Training) -> RunTotals:
+        await records(make_step(0))(training)
+        assert not cluster.coordinator.buffer.paused
+        stop.set()
+        await asked.wait()
+        await asyncio.sleep(0)
+        return TOTALS
+
+    cluster.before["pause"] = pause
+    with RunDir.create(config) as run:
+        async with asyncio.timeout(DEADLINE_S):
+            assert await deployed(run, config, cluster=cluster, train=train).run(stop) is not None
+    assert cluster.coordinator.buffer.paused is not fails
+    assert ("generators may begin groups until the last step has ended" in caplog.text) is fails
 
 
 @pytest.mark.parametrize(("save_s", "warns"), [(4.0, False), (30.0, True), (None, False)])

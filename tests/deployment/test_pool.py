@@ -122,7 +122,7 @@ async def test_a_replica_whose_process_dies_is_started_again_under_its_name() ->
     assert "the worker died" in reason
     await scene.look()
     assert [replica.generates for replica in scene.pool.replicas] == [True, True]
-    await scene.pool.end()
+    await scene.pool.end(grace_s=20.0)
     assert set(scene.ended) == {first, second, actor_of(first, 2)}
 
 
@@ -134,7 +134,7 @@ async def test_the_cause_that_the_replica_names_reaches_the_buffer() -> None:
     await asyncio.sleep(0)
     await scene.look()
     assert [call[1:3] for call in scene.calls] == [(only, Cause.ENGINE_DIED)]
-    await scene.pool.end()
+    await scene.pool.end(grace_s=20.0)
 
 
 @pytest.mark.asyncio
@@ -164,7 +164,7 @@ async def test_restarts_without_a_committed_group_wait_longer_and_longer_up_to_a
         "killed; it is not started again, because it was started again 4 times within "
         "an hour (generator.max_restarts = 4)",
     )
-    await scene.pool.end()
+    await scene.pool.end(grace_s=20.0)
 
 
 @pytest.mark.asyncio
@@ -182,7 +182,7 @@ async def test_a_replica_that_committed_groups_is_started_again_at_once_and_old_
         scene.now_s += 3601
     assert scene.paused_s == []
     assert scene.made[-1] == actor_of(only, 7)
-    await scene.pool.end()
+    await scene.pool.end(grace_s=20.0)
 
 
 @pytest.mark.asyncio
@@ -195,7 +195,7 @@ async def test_an_error_that_every_start_would_have_is_not_tried_again() -> None
     await scene.look()
     assert scene.made == [first, second]
     assert [replica.name for replica in scene.pool.replicas] == [second]
-    await scene.pool.end()
+    await scene.pool.end(grace_s=20.0)
 
 
 @pytest.mark.asyncio
@@ -211,7 +211,7 @@ async def test_a_start_that_fails_is_tried_again() -> None:
     assert scene.made == [only, actor_of(only, 2), actor_of(only, 3)]
     assert [call[2] for call in scene.calls] == [Cause.PROCESS_DIED, Cause.START_FAILED]
     assert [replica.generates for replica in scene.pool.replicas] == [True]
-    await scene.pool.end()
+    await scene.pool.end(grace_s=20.0)
 
 
 @pytest.mark.asyncio
@@ -230,7 +230,7 @@ async def test_too_few_replicas_end_the_deployment_only_after_the_time_to_replac
         match=rf"only 1 replicas live.*60 s\); {first} is being started after this error: .*the worker died",
     ):
         await scene.look()
-    await scene.pool.end()
+    await scene.pool.end(grace_s=20.0)
 
 
 @pytest.mark.asyncio
@@ -252,7 +252,7 @@ async def test_a_silent_replica_is_asked_and_replaced_only_if_it_does_not_answer
     await scene.look()
     assert scene.made == ([only] if answers else [only, actor_of(only, 2)])
     assert [call[2] for call in scene.calls] == ([] if answers else [Cause.NO_HEARTBEATS])
-    await scene.pool.end()
+    await scene.pool.end(grace_s=20.0)
 
 
 @pytest.mark.asyncio
@@ -272,21 +272,60 @@ async def test_the_pool_grows_and_shrinks_to_the_wanted_number(caplog: pytest.Lo
     await scene.look(scene.own(wanted=1))
     assert len(scene.pool.replicas) == 1
     assert set(scene.ended) >= set(names[2:])
-    await scene.pool.end()
+    await scene.pool.end(grace_s=20.0)
 
 
 @pytest.mark.asyncio
 async def test_a_pool_that_ends_waits_no_longer_than_the_grace_for_a_replica_that_is_drained() -> None:
     scene = MadeUpPool(replicas=2)
     both = await scene.begin()
-    scene.pool.config = Config.model_validate({"run": {"shutdown_grace_s": 0.05}})
     scene.actors.shutdown = asyncio.Event().wait
     await scene.look(scene.own(wanted=1))
     assert len(scene.pool.replicas) == 1
     scene.actors.shutdown = partial(asyncio.sleep, 0)
-    await asyncio.wait_for(scene.pool.end(), timeout=30)
+    await asyncio.wait_for(scene.pool.end(grace_s=0.05), timeout=30)
     assert set(scene.ended) == set(both)
     assert {call[1] for call in scene.calls if call[0] == "leave"} == set(both)
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+async def test_a_run_that_is_asked_to_end_ends_replicas_that_do_not_generate_and_starts_none_again() -> None:
+    scene = MadeUpPool(replicas=3)
+    lost, starting, generating = await scene.begin()
+    scene.actors.starting = asyncio.Event().wait
+    scene.kill(starting)
+    await asyncio.sleep(0)
+    await scene.look(until_done=False)
+    assert f"{starting}.2" in scene.made
+    scene.kill(lost, EngineDied("killed"))
+    await asyncio.sleep(0)
+    scene.pool.end_idle()
+    assert [replica.name for replica in scene.pool.replicas] == [generating]
+    async with asyncio.timeout(60):
+        while {call[1] for call in scene.calls if call[0] == "leave"} != {lost, f"{starting}.2"}:
+            await asyncio.sleep(0)
+    made = len(scene.made)
+    scene.pool.end_idle()
+    assert len(scene.made) == made
+    await scene.pool.end(grace_s=20.0)
+    assert set(scene.ended) == {lost, starting, f"{starting}.2", generating}
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+async def test_groups_in_flight_get_the_grace_that_is_left() -> None:
+    scene = MadeUpPool(replicas=1)
+    (name,) = await scene.begin()
+    drain = scene.actors.actors[name].drain
+    scene.actors.actors[name].drain = partial(asyncio.sleep, 0)  # type: ignore[method-assign]
+    end = asyncio.create_task(scene.pool.end(grace_s=600.0))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not end.done(), "a group is in flight"
+    await drain()
+    await end
+    assert [what for what, _ in scene.actors.said] == ["drain", "shutdown", "kill"]
 
 
 @pytest.mark.asyncio
@@ -306,7 +345,7 @@ async def test_a_replica_that_was_given_up_is_not_replaced_by_another_one_until_
     await scene.look(msgspec.structs.replace(scene.own(wanted=3), scalings=8))
     assert len(scene.made) == 4
     left = {replica.actor for replica in scene.pool.replicas}
-    await scene.pool.end()
+    await scene.pool.end(grace_s=20.0)
     assert {call[1] for call in scene.calls if call[0] == "leave"} >= left, "they do not come back"
 
 
@@ -327,7 +366,7 @@ async def test_the_autoscaler_removes_a_replica_that_was_given_up_before_one_tha
         await autoscaled(replicas)
         numbers.append(len(scene.pool.replicas))
     assert numbers == [2, 1, 2]
-    await scene.pool.end()
+    await scene.pool.end(grace_s=20.0)
 
 
 def wrong(nats: float) -> FirstParityError:
@@ -373,7 +412,7 @@ async def test_other_differences_of_the_first_weights_are_a_start_that_is_repeat
     for start, error in enumerate([wrong(first), wrong(second), ParityError("later weights")], start=1):
         await fail(scene, name, start, error)
     assert len(scene.made) == 4
-    await scene.pool.end()
+    await scene.pool.end(grace_s=20.0)
 
 
 @pytest.mark.asyncio
@@ -385,4 +424,4 @@ async def test_one_wrong_replica_of_several_that_generate_is_given_up_alone() ->
     await fail(scene, name, 2, wrong(0.5))
     await scene.look()
     assert [replica.name for replica in scene.pool.replicas] == [other]
-    await scene.pool.end()
+    await scene.pool.end(grace_s=20.0)

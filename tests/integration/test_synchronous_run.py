@@ -35,6 +35,7 @@ SYNCHRONOUS = [
     "run.max_restarts=9",
     "learner.groups_logged=1000",
     "environment.reward=dense_reward:by_checksum",
+    "run.shutdown_grace_s=120",  # on a busy machine, too, some of it is left for the evaluation of the last weights
 ]
 IMPORTS = {"PYTHONPATH": os.pathsep.join(sys.path)}
 
@@ -54,6 +55,7 @@ def stopped(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         command.wait_for(lambda: len(records(run, "steps")) >= STOPPED_AT, timeout_s=400, what=f"step {STOPPED_AT}")
         command.process.send_signal(signal.SIGINT)
         assert command.wait(400) == 0, command.output()[-4000:]
+        assert records(run, "evals")[-1]["version"] == len(records(run, "steps")), "the last weights are evaluated"
     finally:
         command.end()
     return run

@@ -3,11 +3,13 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from learner_scenes import GROUPS_PER_STEP, Scene, skipped, trained
+from made_up_run import make_step
 
 from asyncrl.algorithms.token_estimators import resolve_estimators
 from asyncrl.buffer.ledger import Event, Fate
@@ -15,12 +17,15 @@ from asyncrl.buffer.records import Ticket
 from asyncrl.common.roles import RunState
 from asyncrl.common.version import Version
 from asyncrl.coordinator.coordinator import Coordinator
+from asyncrl.coordinator.status import RunSnapshot
 from asyncrl.data.specs import GENERATED_FIELDS
 from asyncrl.data_plane.interfaces import KVBatchMeta
-from asyncrl.errors import ActorGone, NonFiniteError, ParityError, RowsLost, RunError, StallError
-from asyncrl.learner.audit_records import TrainedStep
+from asyncrl.errors import ActorGone, CallTimeout, NonFiniteError, ParityError, RowsLost, RunError, StallError
+from asyncrl.learner.audit_records import Ended, Record, TrainedStep
 from asyncrl.metrics.catalogue import LEARNER_STATES
 from asyncrl.ranks.report import StepReport
+
+DEADLINE_S = 120.0
 
 
 async def groups_by_fate(scene: Scene) -> dict[Fate, int]:
@@ -160,6 +165,212 @@ async def test_a_stopped_run_ends_after_its_step_without_another_version() -> No
     assert fates[Fate.TRAINED] == 2 * GROUPS_PER_STEP, "the running step was completed"
     assert Fate.LEASED not in fates
     assert [record.version for record in scene.log.evals] == [0]
+
+
+def stopped_in_its_second_step(**sections: Any) -> Scene:
+    scene = Scene(learner={"total_steps": 50}, **sections)
+
+    def stop_now(meta: KVBatchMeta) -> StepReport:
+        scene.stop.set()
+        return trained()
+
+    scene.trainer.answers = [trained(), stop_now]
+    return scene
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+@pytest.mark.parametrize("publish_every_steps", [1, 4])
+async def test_a_stopped_run_saves_its_last_weights_then_evaluates_them_and_then_records_its_end(
+    publish_every_steps: int,
+) -> None:
+    scene = stopped_in_its_second_step(weights={"publish_every_steps": publish_every_steps})
+    scene.heldout.grace_left_s = lambda: DEADLINE_S
+    happened, evaluate, write = list[str](), scene.evaluate, scene.trainer.write
+
+    async def noted(*arguments: Any, **options: Any) -> Any:
+        paused = " while admission is paused" if scene.coordinator.buffer.paused else ""
+        happened.append(f"evaluates step {scene.loaded and scene.loaded.step}{paused}")
+        return await evaluate(*arguments, **options)
+
+    def noted_save(path: Path, *arguments: Any, **options: Any) -> None:
+        happened.append(f"saves {path.name}")
+        write(path, *arguments, **options)
+
+    async def stop() -> None:
+        happened.append("publishes nothing any more")
+
+    def append_audit(record: Record) -> None:
+        if isinstance(record, Ended):
+            happened.append(f"ends at {record.version}")
+
+    scene.evaluate, scene.trainer.write = noted, noted_save  # type: ignore[method-assign]
+    scene.publisher.stop, scene.loop.step_end.append_audit = stop, append_audit  # type: ignore[method-assign]
+    await scene.run()
+    assert happened[1:6] == [
+        "saves step-2",
+        "evaluates step 2 while admission is paused",
+        "publishes nothing any more",
+        "ends at 1.2",
+        "publishes nothing any more",
+    ]
+    assert [(record.version, record.reward_mean) for record in scene.log.evals] == [(0, 0.25), (2, 0.25)]
+    assert scene.publisher.history[-1] == Version(1, 2) == scene.loaded
+    await groups_by_fate(scene)
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+async def test_weights_that_were_evaluated_before_the_stop_are_not_evaluated_again() -> None:
+    scene = stopped_in_its_second_step(eval={"every_steps": 2})
+    scene.heldout.grace_left_s = lambda: DEADLINE_S
+    save = scene.checkpoints.save_last
+
+    async def slow_save(snapshot: RunSnapshot) -> None:
+        await scene.heldout.settle()  # the evaluation beside training ends meanwhile
+        await save(snapshot)
+
+    scene.checkpoints.save_last = slow_save  # type: ignore[method-assign]
+    await scene.run()
+    assert [record.version for record in scene.log.evals] == [0, 2]
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+async def test_a_resumed_run_that_is_stopped_before_its_first_step_evaluates_nothing() -> None:
+    scene = Scene(before=make_step(0))
+    scene.heldout.grace_left_s = lambda: DEADLINE_S
+    scene.stop.set()
+    await scene.run()
+    assert (scene.trainer.saved, scene.log.evals) == ([], [])
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+async def test_a_stop_while_the_last_evaluation_beside_training_runs_delays_no_save() -> None:
+    scene, waits = Scene(eval={"every_steps": 1}, learner={"total_steps": 3}), asyncio.Event()
+    evaluate, settle = scene.evaluate, scene.heldout.settle
+
+    async def endless(actor: str, tasks: Any, *, name: str, share: float = 1.0) -> Any:
+        if scene.loaded == Version(1, 0):
+            return await evaluate(actor, tasks, name=name, share=share)
+        return await asyncio.Event().wait()
+
+    async def noted() -> None:
+        waits.set()
+        await settle()
+
+    scene.evaluate, scene.heldout.settle = endless, noted  # type: ignore[method-assign]
+    async with asyncio.timeout(DEADLINE_S):
+        run = asyncio.create_task(scene.run())
+        await waits.wait()
+        scene.stop.set()
+        await run
+    assert scene.trainer.saved == ["step-3"]
+
+
+async def told(scene: Scene, caplog: pytest.LogCaptureFixture) -> str:
+    """Runs the scene, whose last weights are saved and not evaluated. Returns the reason in its log."""
+    async with asyncio.timeout(DEADLINE_S):
+        await scene.run()
+    assert scene.trainer.saved == ["step-2"]
+    assert [record.version for record in scene.log.evals] == [0]
+    assert isinstance(scene.log.audit[-1], Ended)
+    (why,) = [text for text in caplog.messages if text.startswith("held-out evaluation of step 2 is left out: ")]
+    return why.partition("left out: ")[2]
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+@pytest.mark.parametrize(
+    ("mirror", "why"),
+    [
+        (None, "run.shutdown_grace_s = 20 s leaves no time for it"),
+        ("memory://a", "run.shutdown_grace_s = 20 s leaves no time for it, because run.mirror gets all of it"),
+    ],
+)
+async def test_a_stopped_run_without_time_evaluates_nothing_and_says_why(
+    mirror: str | None, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = stopped_in_its_second_step(run={"mirror": mirror})
+    assert await told(scene, caplog) == why
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+async def test_the_evaluation_of_a_stopped_run_ends_with_its_time(caplog: pytest.LogCaptureFixture) -> None:
+    scene = stopped_in_its_second_step()
+    scene.heldout.grace_left_s = lambda: 0.01
+    evaluate = scene.evaluate
+
+    async def endless(*arguments: Any, **options: Any) -> Any:
+        return await (asyncio.Event().wait() if scene.log.steps else evaluate(*arguments, **options))
+
+    scene.evaluate = endless  # type: ignore[method-assign]
+    limit = "it took longer than the 0.0 s that were left for it of run.shutdown_grace_s"
+    assert await told(scene, caplog) == limit
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (CallTimeout("the buffer's replica_at took longer than 30 s"), "the buffer's replica_at took longer than 30 s"),
+        (StallError("no live replica"), "no live replica"),
+        (ValueError("a bug"), "ValueError: a bug"),
+    ],
+)
+async def test_an_error_of_the_evaluation_of_a_stopped_run_is_named_and_does_not_end_it(
+    error: Exception, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = stopped_in_its_second_step()
+    scene.heldout.grace_left_s = lambda: DEADLINE_S
+    replica_at = scene.heldout.replica_at
+
+    async def failing(version: Version) -> str:
+        if version.step:
+            raise error
+        return await replica_at(version)
+
+    scene.heldout.replica_at = failing  # type: ignore[method-assign]
+    assert await told(scene, caplog) == why
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+@pytest.mark.parametrize("dies", [False, True], ids=["it left the run", "its process dies during the evaluation"])
+async def test_a_stopped_run_does_not_wait_for_a_generator_if_none_is_left(
+    dies: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = stopped_in_its_second_step()
+    scene.heldout.grace_left_s = lambda: DEADLINE_S
+    save, ask = scene.checkpoints.save_last, scene.coordinator.replica_at
+
+    async def ask_for_a_while(version: Version, *, other_than: Collection[str], wait_s: float) -> str | None:
+        return await ask(version, other_than=other_than, wait_s=0.0)
+
+    async def save_alone(snapshot: RunSnapshot) -> None:
+        await save(snapshot)
+        if dies:
+            scene.ended = {"a"}
+        else:
+            await scene.publisher.settle()
+            await scene.coordinator.leave("a")
+
+    scene.coordinator.replica_at = ask_for_a_while  # type: ignore[method-assign]
+    scene.checkpoints.save_last = save_alone  # type: ignore[method-assign]
+    assert await told(scene, caplog) == "no generator is left"
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+async def test_the_evaluation_after_a_stop_may_reach_the_reward_that_finishes_the_run() -> None:
+    scene = stopped_in_its_second_step(run={"stop_when": {"reward": 0.25}}, eval={"every_steps": 100})
+    scene.heldout.grace_left_s = lambda: DEADLINE_S
+    totals = await scene.run()
+    assert totals.stop_reason is not None
+    assert totals.stop_reason.startswith("ended after step 2 of 50, because the evaluation")
 
 
 @pytest.mark.asyncio
