@@ -11,7 +11,7 @@ import typer
 
 from asyncrl.cli.options import Address, AllowPublic, ConfigFiles, Overrides, ray_address
 from asyncrl.cli.preflight import prepared
-from asyncrl.cli.restarts import PREEMPTED, asked_to_end
+from asyncrl.cli.restarts import PREEMPTED, starts_no_other
 from asyncrl.cli.start import run_generators
 from asyncrl.common.roles import Role, RunState
 from asyncrl.deployment.launch import log_to, run_until_done
@@ -40,7 +40,7 @@ def generator(
     signals: list[signal.Signals] = []
 
     def asked(number: signal.Signals) -> None:
-        asked_to_end()
+        starts_no_other()
         signals.append(number)
 
     describe_process(run=config.run.name, role="generator")

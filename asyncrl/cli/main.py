@@ -23,6 +23,7 @@ import typer.main
 from typer.core import TyperCommand, TyperGroup
 
 from asyncrl import __version__
+from asyncrl.cli.kept import KEPT
 from asyncrl.cli.restarts import RESTART_MENDS, ends_on_purpose, report_death, supervise
 from asyncrl.cli.terminal import command_app, say
 from asyncrl.errors import AsyncRLError, ConfigError
@@ -186,7 +187,10 @@ def main() -> None:
     if reported:
         report_death()
     try:
-        app()
+        if KEPT is None:
+            app()
+        else:
+            KEPT.train_each(app)
     except SystemExit:  # every command ends with it; other exceptions are unexpected
         ends_on_purpose()
         raise

@@ -54,8 +54,8 @@ _begun = mmap.mmap(-1, 2**16)
 forked later, so it outlives the child."""
 _on_purpose = mmap.mmap(-1, 1)
 """1 after `ends_on_purpose`. The parent reads it after the child has ended."""
-_asked = mmap.mmap(-1, 1)
-"""1 after `asked_to_end`. The parent reads it after the child has ended."""
+_no_other = mmap.mmap(-1, 1)
+"""1 after `starts_no_other`. The parent reads it after the child has ended."""
 
 
 def mark_begun(directory: Path) -> None:
@@ -81,11 +81,11 @@ def ends_on_purpose() -> None:
     _on_purpose[0] = 1
 
 
-def asked_to_end() -> None:
-    """Records for the parent process that this one was asked to end. No other child is started then, however this one
-    ends: `asyncrl down` signals the child and not the parent, which ignores SIGINT if a shell started it in the
-    background."""
-    _asked[0] = 1
+def starts_no_other() -> None:
+    """Records for the parent process that it starts no other child, however this one ends. A process that was asked to
+    end calls this: `asyncrl down` signals the child and not the parent, which ignores SIGINT if a shell started it in
+    the background. A process whose run has finished, and which trains the next run of a sweep, calls it too."""
+    _no_other[0] = 1
 
 
 def supervise() -> None:
@@ -94,7 +94,7 @@ def supervise() -> None:
     The child calls `ends_on_purpose` right before it exits on purpose. The next child is started, and `supervise`
     returns there, if a child has ended without that call (it was killed, or a library ended it), or has the exit code
     `RESTART_MENDS`. SIGTERM, SIGINT and SIGHUP are passed on to the child. After one of them, no child is started, and
-    none after `asked_to_end` of the child, or after `EARLY_DEATHS` children in a row that died within `EARLY_S`
+    none after `starts_no_other` of the child, or after `EARLY_DEATHS` children in a row that died within `EARLY_S`
     seconds.
 
     Must be called in the main thread, before any other thread was started.
@@ -109,7 +109,7 @@ def supervise() -> None:
             return
         code, asked = ended
         on_purpose = bool(_on_purpose[0])
-        if asked or _asked[0] or (on_purpose and code != RESTART_MENDS):
+        if asked or _no_other[0] or (on_purpose and code != RESTART_MENDS):
             _exit(code)
         _earlier_end = "with an error" if on_purpose else f"by {_how(code)}"
         now_s = time.monotonic()
@@ -138,7 +138,7 @@ def report_death() -> None:
     if (ended := _child(ending, before)) is None:
         return
     code, asked = ended
-    if asked or _asked[0] or _on_purpose[0] or (code < 0 and code != -signal.SIGKILL):
+    if asked or _no_other[0] or _on_purpose[0] or (code < 0 and code != -signal.SIGKILL):
         _exit(code)
     print(
         f"the process of this command was ended by {_how(code)}, and has not ended itself: it was killed, or Ray has "

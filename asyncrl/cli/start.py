@@ -40,6 +40,7 @@ from rich.console import Console
 
 from asyncrl.checkpoints.directory import CHECKPOINTS
 from asyncrl.cli import restarts
+from asyncrl.cli.kept import KEPT, command_began_s
 from asyncrl.cli.options import (
     LINE_EVERY_STEPS,
     clear_previous,
@@ -60,7 +61,6 @@ from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen, StartLog
 from asyncrl.errors import ClusterUnreachable, LearnerNotRestored, RunError
 from asyncrl.learner.records import ForkPoint, Summary, known_info
-from asyncrl.metrics.states import monotonic_at_process_start
 from asyncrl.shown_text import describe_process, shown
 from asyncrl.views.console import ShownConsole
 from asyncrl.views.live import LiveDisplay
@@ -133,14 +133,14 @@ def run_in_terminal(
         config,
         role=command,
         console=ShownConsole(),
-        started_s=monotonic_at_process_start(),
+        started_s=command_began_s(),
         choose=choose,
         forked_from=forked_from,
     )
     with showing as (run_dir, screen):
 
         def asked(number: signal.Signals) -> None:
-            restarts.asked_to_end()
+            restarts.starts_no_other()
             asked_to_end(run_dir, config.run.shutdown_grace_s, number)
 
         try:
@@ -151,7 +151,9 @@ def run_in_terminal(
             )
         finally:
             if run_dir.asked:  # by `asyncrl down` on another machine, too
-                restarts.asked_to_end()
+                restarts.starts_no_other()
+    if KEPT is not None:
+        KEPT.in_order = summary is not None and run_dir.end is RunState.FINISHED
     preempted = run_dir.end is RunState.PREEMPTED
     print_outcome(summary, run_dir.path, config=config, again=again)
     if summary is None or preempted:
@@ -264,7 +266,7 @@ def reported_run(
     with contextlib.ExitStack() as after, creating as run_dir:
         # After the directory is closed, the report is written first, because it needs the end in run.json. Then the
         # mirror gets it. The log is closed last, because it gets the errors of both.
-        describe_process(run=config.run.name, role=role, incarnation=run_dir.lineage.incarnation)
+        describe_process(run=config.run.name, role=role, incarnation=run_dir.lineage.incarnation, step=None)
         after.enter_context(log_to(run_dir.log_path(role, 0), form=config.run.log_format))
         after.enter_context(mirrored(config, run_dir))
         after.callback(_write_report, run_dir.path)
@@ -348,7 +350,7 @@ async def _run_both(
     await check_stop(stop)  # importing Ray, starting Ray and importing torch block the event loop for seconds
     if config.ray.address is None:
         screen.starting(config, "starting Ray")
-        local = parts.start_ray(config)
+        local = parts.start_ray(config) if KEPT is None else KEPT.ray_of(partial(parts.start_ray, config))
         run_dir.started_ray(local.address, session=local.session_folder)
     else:
         run_dir.started_ray(parts.joined_address() if config.ray.address == "auto" else config.ray.address)
@@ -365,6 +367,7 @@ async def _run_both(
             started=lambda engine: run_dir.uses_shared_memory(engine.shared_memory if engine.here else []),
             asked=stop.is_set,
             grace_left_s=partial(run_dir.left_s, config.run.shutdown_grace_s),
+            kept=None if KEPT is None else KEPT.replicas,
         )
         generators = await closing.enter_async_context(running(generator_deployment.run(end), name="generators"))
         screen.starting(config, "making prompts")
@@ -379,6 +382,9 @@ async def _run_both(
         free = await closing.enter_async_context(running(learner_deployment.engines_free(stop), name="engines"))
         both: tuple[asyncio.Future[Any], ...] = (learner, generators)
         done, _ = await asyncio.wait((*both, free), return_when=asyncio.FIRST_COMPLETED)
+        trained = learner in done and not learner.cancelled() and learner.exception() is None
+        if KEPT is not None and trained and run_dir.end is RunState.FINISHED and not stop.is_set():
+            generator_deployment.keep_replicas()
         end.set()
         if stop.is_set():  # the learner saves its weights, also if generators fail
             await asyncio.wait(both)

@@ -7,15 +7,11 @@ of its runs alone: the same command skips the runs that have finished and resume
 import asyncio
 import itertools
 import json
-import os
 import re
 import shlex
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -25,18 +21,17 @@ from asyncrl.cli.compare import compare
 from asyncrl.cli.options import ConfigFiles, Overrides
 from asyncrl.cli.preflight import checked_config
 from asyncrl.cli.restarts import PREEMPTED
+from asyncrl.cli.sweep_processes import Ending, TrainingProcesses, ended_by_signals
 from asyncrl.cli.terminal import print_warnings, say
 from asyncrl.config.load import first_difference, flat_config, load_config, parse_yaml
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.deployment.known_runs import as_it_is, process_of
 from asyncrl.errors import ConfigError
 from asyncrl.learner.records import EvalRecord, StepRecord, read_lines
-from asyncrl.parent_death import die_with
 from asyncrl.views.quantities import duration
 
 OWN_KEYS = ("run.name", "run.dir", "run.seed")
 """Settings that a sweep sets for each run. `run.dir` has the sweep's folder, and `run.seed` is the first seed."""
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class SweptRun(NamedTuple):
@@ -198,38 +193,13 @@ def command_of(run: SweptRun, files: Sequence[Path], overrides: Sequence[str]) -
 # --- training ------------------------------------------------------------------------------------------------------
 
 
-class Ending:
-    """Whether a signal has asked the sweep to end. The processes of its runs get the signal too."""
-
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.processes: set[asyncio.subprocess.Process] = set()
-
-    def ask(self, number: signal.Signals) -> None:
-        self.asked.set()
-        for process in self.processes:
-            process.send_signal(number)
-
-
-@contextmanager
-def ended_by_signals(ending: Ending) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    numbers = [number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-    for number in numbers:
-        loop.add_signal_handler(number, ending.ask, number)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
-
-
 async def train_all(
     runs: Sequence[SweptRun], commands: Sequence[Sequence[str]], *, parallel: int, first: int, of: int
 ) -> list[str]:
     """Trains the runs, `parallel` of them at a time. Returns the names of those that failed. Runs that have not started
     when a signal asks the sweep to end are left out."""
     room, ending = asyncio.Semaphore(parallel), Ending()
+    processes = TrainingProcesses(ending)
     failed: list[str] = []
 
     async def train(number: int, run: SweptRun, command: Sequence[str]) -> None:
@@ -241,7 +211,7 @@ async def train_all(
                 return
             say(f"run {number} of {of}: {run.name} (watch it: asyncrl top {shlex.quote(str(run.directory))})")
             began_s = time.monotonic()
-            code = await exit_code(run, command, ending)
+            code = await processes.train(command, run.config, log=run.log)
             took = duration(time.monotonic() - began_s)
             if code not in (0, PREEMPTED):
                 failed.append(run.name)
@@ -253,27 +223,11 @@ async def train_all(
 
     with ended_by_signals(ending):
         await asyncio.gather(*(map(train, itertools.count(first), runs, commands)))
+        await processes.close()
     if ending.asked.is_set():
         say("the sweep was asked to end; the same command continues it")
         raise typer.Exit(130)
     return failed
-
-
-async def exit_code(run: SweptRun, command: Sequence[str], ending: Ending) -> int:
-    """Runs the command of a run, which ends at once if this process is killed."""
-    run.log.parent.mkdir(parents=True, exist_ok=True)
-    with run.log.open("ab") as log:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
-            preexec_fn=partial(die_with, os.getpid()),
-        )  # fmt: skip
-    ending.processes.add(process)
-    if ending.asked.is_set():  # while the process was started
-        process.send_signal(signal.SIGTERM)
-    try:
-        return await process.wait()
-    finally:
-        ending.processes.discard(process)
 
 
 def last_error(log: Path) -> str:

@@ -20,6 +20,7 @@ from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[at
 from ray.exceptions import RayError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
+from asyncrl.common.names import REPLICAS
 from asyncrl.generation.actor import GeneratorActor
 
 POLL_S = 1.0
@@ -69,12 +70,8 @@ def _on(row: Mapping[str, Any], node: str) -> bool:
 
 
 def named_replica(name: str) -> Any:
-    """Returns the handle of an actor of any run. Ray's table of actors lacks the namespace. The names of replicas are
-    unique."""
-    [namespace] = [
-        each["namespace"] for each in ray.util.list_named_actors(all_namespaces=True) if each["name"] == name
-    ]
-    return ray.get_actor(name, namespace=namespace)
+    """Returns the handle of the actor of a replica of any run."""
+    return ray.get_actor(name, namespace=REPLICAS)
 
 
 def close_node(node: str, address: str) -> None:

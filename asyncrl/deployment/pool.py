@@ -15,6 +15,7 @@ same model. Then the run ends, unless another replica generates.
 
 import asyncio
 import contextlib
+import copy
 import logging
 import math
 import os
@@ -23,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from asyncrl.buffer.fleet import Cause, ReplicaState, actor_of
+from asyncrl.common.names import REPLICAS
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.tasks import Stopped, cancelled, running, unless_stopped
 from asyncrl.config.schema import Config
@@ -74,11 +76,12 @@ class ReplicaActor:
     def __init__(self, config: Config, *, replica: str, name: str, deployment: str) -> None:
         generator = config.generator
         self._config, self._replica = config, replica
+        self._taken_over_by: str | None = None
         self.handle: Any = (
             ray.remote(GeneratorActor)
             .options(
                 name=name,
-                namespace=config.run.name,
+                namespace=REPLICAS,
                 num_cpus=generator.cpus,
                 num_gpus=generator.gpus,
                 label_selector=generator.node_labels or None,
@@ -103,6 +106,9 @@ class ReplicaActor:
 
     async def start(self, model_path: str, *, secrets: Secrets, reward_log: Path) -> EngineProcesses:
         """Starts the engine. Raises CallTimeout after `generator.startup_timeout_s`."""
+        if self._taken_over_by is not None:
+            taken = self.handle.take_over.remote(config=self._config, deployment=self._taken_over_by)
+            await finished(taken, timeout_s=EXIT_S, what=f"taking over {self._replica}")
         # Secrets are arguments of a method call, because Ray's head keeps the arguments of an actor's constructor.
         started = self.handle.start.remote(model_path, secrets=secrets, reward_log=reward_log)
         timeout_s, what = self._config.generator.startup_timeout_s, f"starting {self._replica}"
@@ -121,6 +127,17 @@ class ReplicaActor:
     async def drain(self) -> None:
         """Makes the replica start no new groups. `run` returns when the groups in flight are finished."""
         await finished(self.handle.drain.remote(), timeout_s=EXIT_S, what=f"draining {self._replica}")
+
+    async def rest(self) -> None:
+        """Ends all parts of the run in the actor's process but the engine, after `run` has returned. Raises RunError if
+        the engine is not in order."""
+        await finished(self.handle.rest.remote(), timeout_s=EXIT_S, what=f"keeping {self._replica}")
+
+    def of_run(self, config: Config, *, deployment: str) -> "ReplicaActor":
+        """Returns the actor as that of another run, after `rest`. `start` gives it to the run."""
+        other = copy.copy(self)
+        other._config, other._taken_over_by = config, deployment
+        return other
 
     async def shutdown(self) -> None:
         """Ends the replica's engine."""
@@ -142,6 +159,8 @@ class Replica:
         """The actor of the present start."""
         self.begun = False
         """Whether the call that starts the engine was sent. Before that call, the actor only imports vLLM."""
+        self.taken_over = False
+        """Whether the actor of the present start has generated for an earlier run."""
         self.processes: EngineProcesses | None = None
         self.running: asyncio.Task[None] | None = None
         """The call of the actor that generates. None while the replica starts."""
@@ -199,7 +218,8 @@ NOT_MENDED = (ConfigError, HandshakeError, ManifestMismatch)
 @dataclass
 class ReplicaPool:
     """The replicas of the deployment `deployment`. `started` is called for each engine that has started, with its
-    processes. `new_actor` makes the actor of each start."""
+    processes. `new_actor` makes the actor of each start. `kept` has the replicas of an earlier run of this process,
+    which the pool takes over, and gets those that `end` keeps."""
 
     config: Config
     _: KW_ONLY
@@ -208,6 +228,7 @@ class ReplicaPool:
     secrets: Secrets
     started: Callable[[EngineProcesses], None]
     new_actor: Callable[..., ReplicaActor] = ReplicaActor
+    kept: list[Replica] = field(default_factory=list)
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
@@ -222,10 +243,20 @@ class ReplicaPool:
         self._lost: list[str] = []
         self._below_since_s: float | None = None
         self._wrong_model: ConfigError | None = None
+        self.keeps = False
+        """Whether `end` keeps the replicas whose engines are in order, because the run has finished."""
 
     def make(self) -> None:
-        """Makes the actors of `generator.replicas` replicas. They import vLLM, the longest part of a start."""
-        for _ in range(self.config.generator.replicas):
+        """Makes the actors of `generator.replicas` replicas, or takes over kept ones. New ones import vLLM, the longest
+        part of a start."""
+        taken, self.kept[:] = self.kept[:], []
+        for each in taken:
+            replica = Replica(each.name)
+            assert each.process is not None, "a replica that is kept has an actor"
+            replica.start, replica.processes, replica.taken_over = each.start, each.processes, True
+            replica.process = each.process.of_run(self.config, deployment=self.deployment)
+            self.replicas.append(replica)
+        for _ in range(self.config.generator.replicas - len(taken)):
             replica = Replica(f"generator-{secrets.token_hex(3)}")
             self.replicas.append(replica)
             self._make_actor(replica)
@@ -272,9 +303,31 @@ class ReplicaPool:
 
     async def end(self, *, grace_s: float) -> None:
         """Ends all replicas: drains them within `grace_s` seconds, and ends their engines. Those that are drained
-        already have no longer either."""
-        ends = [self._end_and_leave(replica, grace_s=grace_s) for replica in self.replicas]
+        already have no longer either. If the pool `keeps` replicas, at most `generator.replicas` of those whose engines
+        are in order go into `kept` instead."""
+        wanted = self.replicas[: self.config.generator.replicas] if self.keeps else []
+        rested = await asyncio.gather(*[self._rests(replica, grace_s=grace_s) for replica in wanted])
+        self.kept += [replica for replica, rests in zip(wanted, rested, strict=True) if rests]
+        ends = [self._end_and_leave(each, grace_s=grace_s) for each in self.replicas if each not in self.kept]
         await asyncio.gather(*ends, self._end_drained(grace_s))
+
+    async def _rests(self, replica: Replica, *, grace_s: float) -> bool:
+        """Drains a replica within `grace_s` seconds, and ends all but its engine. Returns whether the engine is in
+        order."""
+        if replica.work is not None or not replica.generates:
+            return False
+        assert replica.process is not None
+        assert replica.running is not None
+        try:
+            await replica.process.drain()
+            async with asyncio.timeout(grace_s):
+                await replica.running  # raises the error that has ended the replica; in order, the replica has left
+            await replica.process.rest()
+        except Exception as error:
+            logger.warning("the engine of replica %s is not kept for the next run: %s", replica.name, error)
+            return False
+        logger.info("the engine of replica %s is kept for the next run", replica.name)
+        return True
 
     async def _end_drained(self, grace_s: float) -> None:
         if self._ending:
@@ -447,11 +500,27 @@ class ReplicaPool:
     def _make_actor(self, replica: Replica) -> None:
         replica.start += 1
         replica.begun, replica.processes, replica.running = False, None, None
+        replica.taken_over = False
         replica.process = self.new_actor(
             self.config, replica=replica.name, name=replica.actor, deployment=self.deployment
         )
 
     async def _start(self, replica: Replica) -> None:
+        """Starts the engine of a replica. If the engine of an earlier run cannot be taken over, it ends, and the
+        replica gets a new one."""
+        if not replica.taken_over:
+            await self._start_engine(replica)
+            return
+        try:
+            await self._start_engine(replica)
+            logger.info("replica %s has taken over the engine of the run before this one", replica.name)
+        except Exception as error:
+            logger.warning("replica %s gets a new engine, because it cannot take over one: %s", replica.name, error)
+            await self._end_actor(replica)
+            self._make_actor(replica)
+            await self._start_engine(replica)
+
+    async def _start_engine(self, replica: Replica) -> None:
         assert replica.process is not None
         await replica.process.placed()
         model_path = await self.model_path
@@ -554,7 +623,8 @@ class GeneratorDeployment:
     None if `stop` ended it.
 
     `started` is called once for each replica whose engine has started, with the processes of the replica. `new_actor`
-    makes the actor of each start of a replica. The run and the replicas are checked every `watch_every_s` seconds.
+    makes the actor of each start of a replica. `kept` has the replicas of an earlier run of this process, which the
+    deployment takes over. The run and the replicas are checked every `watch_every_s` seconds.
 
     `asked` returns whether the run was asked to end. Then no replica is started any more, but those that generate stay
     until `stop` is set. `grace_left_s` returns how long the groups in flight may take at the end: if it is left out,
@@ -572,6 +642,7 @@ class GeneratorDeployment:
         grace_left_s: Callable[[], float] | None = None,
         cluster: JoinedCluster = JOINED,
         new_actor: Callable[..., ReplicaActor] = ReplicaActor,
+        kept: list[Replica] | None = None,
         watch_every_s: float = WATCH_EVERY_S,
     ) -> None:
         self._config = config
@@ -590,7 +661,12 @@ class GeneratorDeployment:
             secrets=secrets,
             started=started,
             new_actor=new_actor,
+            kept=[] if kept is None else kept,
         )
+
+    def keep_replicas(self) -> None:
+        """Lets the replicas whose engines are in order go into `kept` when `run` ends, because the run has finished."""
+        self._pool.keeps = True
 
     async def run(self, stop: asyncio.Event) -> RunState | None:
         config = self._config

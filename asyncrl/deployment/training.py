@@ -170,7 +170,7 @@ class Training:
             config=config,
             tasks={HELDOUT: prompts.heldout, **prompts.sets},
             coordinator=handles.coordinator,
-            replicas=ReplicaClient(namespace=config.run.name, timeout_s=config.eval.timeout_s),
+            replicas=ReplicaClient(timeout_s=config.eval.timeout_s),
             sinks=self.sinks,
             metrics=self.metrics,
             started_s=started_s,

@@ -15,6 +15,7 @@ import uvicorn
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from asyncrl.common.names import REPLICAS
 from asyncrl.config.schema import Config
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.data_plane.calls import finished, start
@@ -221,7 +222,7 @@ class GatewayActor(GatewayServer):
     def __init__(self, *, config: Config, model_path: str, replica: str) -> None:
         log_to_stderr(config.run.log_format)
         describe_process(run=config.run.name, role="gateway", replica=replica)
-        self._replica = ray.get_actor(replica, namespace=config.run.name)
+        self._replica = ray.get_actor(replica, namespace=REPLICAS)
         tokenizer = load_tokenizer(model_path, chat=config.data.chat, chat_options=config.data.chat_options)
         renderer = Renderer(tokenizer, control_tokens=config.data.control_tokens)
         super().__init__(config=config, renderer=renderer, sample=self._ask)

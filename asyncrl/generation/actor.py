@@ -5,7 +5,9 @@ together, for example because their tokenizers differ (F25).
 """
 
 import asyncio
+import gc
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from datetime import datetime
@@ -32,7 +34,7 @@ from asyncrl.generation.evaluation import Answer, evaluate, prompts_at_once
 from asyncrl.generation.generator import Generator
 from asyncrl.generation.model_parameters import expected_parameters
 from asyncrl.generation.rollout import Rollouts
-from asyncrl.generation.shared_memory import SHARED_MEMORY, EngineProcesses, staged_weights
+from asyncrl.generation.shared_memory import SHARED_MEMORY, EngineProcesses, staged_weights, sweep_shared_memory
 from asyncrl.generation.vllm_engine import VLLMEngine, preload, prepare_environment
 from asyncrl.generation.weight_updates import WeightUpdates
 from asyncrl.metrics.recorders import GeneratorMetrics
@@ -51,7 +53,8 @@ logger = logging.getLogger(__name__)
 
 class GeneratorActor:
     """Body of a replica's Ray actor. Call `start`, then `run` (which returns when the replica is drained), then
-    `shutdown`."""
+    `shutdown`. Or call `rest` in place of `shutdown`, and `take_over` and `start` for another run, to keep the engine's
+    processes."""
 
     def __init__(self, *, config: Config, name: str, deployment: str) -> None:
         prepare_environment(config)
@@ -61,6 +64,11 @@ class GeneratorActor:
         self._name = name
         self._deployment = deployment
         self._started = AsyncExitStack()
+        """Ends the parts of the present run."""
+        self._engine: VLLMEngine | None = None
+        self._began_s = monotonic_at_process_start()
+        """Start of the process, or of the present run if the process has generated for an earlier one, on the monotonic
+        clock."""
         self._generator: Generator | None = None
         self._updates: WeightUpdates | None = None
         self._agents: AgentRollouts | None = None
@@ -100,13 +108,17 @@ class GeneratorActor:
         await coordinator.call(Registry.handshake, who=f"generator {self._name}", fingerprint=fingerprint)
         # The replica generates nothing before the learner has sent its first weights, so the engine does not read the
         # weights on the disk, except those to which adapters belong.
-        engine = await VLLMEngine.start(config, model_path=model_path, name=self._name, load_weights=False)
-        self._started.push_async_callback(engine.shutdown)
+        if self._engine is None:
+            self._engine = await VLLMEngine.start(config, model_path=model_path, name=self._name, load_weights=False)
+        else:
+            self._engine = await self._engine.taken_over(config, model_path=model_path, name=self._name)
+        engine = self._engine
         await scorer_started
         metrics = GeneratorMetrics(environment=environment_name(config))
         server = MetricsServer(metrics.registry, host=config.metrics.host, port=0)
         self._started.callback(server.close)
         pointer = staged_weights(namespace, cluster=ray.get_runtime_context().gcs_address)
+        self._started.callback(sweep_shared_memory, [pointer])
         updates = WeightUpdates(
             config=config,
             name=self._name,
@@ -135,7 +147,7 @@ class GeneratorActor:
             prefix_rows=Rows(config, partition=PREFIX_PARTITION),
             weights=updates,
             metrics=metrics,
-            started_s=monotonic_at_process_start(),
+            started_s=self._began_s,
             metrics_address=server.address,
         )
         return msgspec.structs.replace(engine.processes, shared_memory=[*engine.processes.shared_memory, pointer])
@@ -193,7 +205,27 @@ class GeneratorActor:
 
     async def shutdown(self) -> None:
         """Ends the engine's processes and the scoring processes. It may be called at any time, and more than once."""
+        try:
+            await self._started.aclose()
+        finally:
+            engine, self._engine = self._engine, None
+            if engine is not None:
+                await engine.shutdown()
+
+    async def rest(self) -> None:
+        """Ends all parts of the run but the engine's processes, which then wait for `take_over`. Call it when `run` has
+        returned. Raises RunError if the engine is not in order: then this process must end too."""
+        assert self._engine is not None, "call start() first"
         await self._started.aclose()
+        self._started, self._generator, self._updates, self._agents = AsyncExitStack(), None, None, None
+        del self._evaluate
+        await self._engine.rest()
+        gc.collect()
+
+    async def take_over(self, *, config: Config, deployment: str) -> None:
+        """Gives the process to another run after `rest`. Call `start` afterwards."""
+        self._config, self._deployment, self._began_s = config, deployment, time.monotonic()
+        describe_process(run=config.run.name)
 
 
 # Writes the lines that reward code prints to `logs/reward.log` in the run's directory.

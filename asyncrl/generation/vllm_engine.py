@@ -9,22 +9,25 @@ import dataclasses
 import gc
 import itertools
 import os
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from operator import sub
+from pathlib import Path
 from typing import Any
 
 import psutil
+import xxhash
 
 from asyncrl.common.imports import uncollected, without_compiler
 from asyncrl.config.schema import Config
 from asyncrl.data.answer_text import before_stop
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.data.turn_ends import further_end
-from asyncrl.errors import DataError, InfraError
+from asyncrl.errors import DataError, InfraError, RunError
 from asyncrl.generation.engine_start import cause_of_death, children_begin_with, engine_starts, first_end
 from asyncrl.generation.interfaces import NOTHING, Completion, LoadTimes, PartialCompletion, Sampled
 from asyncrl.generation.long_work import beside_loop
-from asyncrl.generation.prefixes import seed_of
+from asyncrl.generation.prefixes import engine_seed, seed_of
 from asyncrl.generation.shared_memory import EngineProcesses, sweep_shared_memory
 from asyncrl.generation.vllm_adapters import Adapter, VLLMAdapters
 from asyncrl.generation.vllm_arguments import CPU, GIB, Device, engine_arguments, engine_environment
@@ -44,6 +47,10 @@ from asyncrl.weights.staging import StagedWeights
 ENGINE_EXIT_S = 1.0
 """Seconds for vLLM's own shutdown. Afterwards the processes get the same time again, and are then killed. They have
 nothing to save, and Python needs 4 s of CPU time to end one of them in order."""
+NO_VERSION = "default"
+"""vLLM's label of the weights with which an engine starts. It is no version, so a token with it would end the run."""
+WEIGHT_FILES = (".safetensors", ".bin", ".pt")
+"""Suffixes of files that a model's directory may have and that no engine without adapters reads."""
 PROGRESS_EVERY_S = 0.5
 """Seconds between two reports of what a call has sampled so far. The heartbeats that carry it are sent every second."""
 STORED_PROGRESS_EVERY_S = 0.01
@@ -91,10 +98,13 @@ class VLLMEngine:
         *,
         config: Config,
         processes: Sequence[psutil.Process],
+        settings: Mapping[str, object] | None = None,
         adapters: VLLMAdapters | None = None,
         further_end: int | None = None,
+        before: "VLLMEngine | None" = None,
     ) -> None:
         self._llm = llm
+        self._settings = settings or {}
         self._stop = config.generator.stop
         self._further_ends = [] if further_end is None else [further_end]
         self._top_k = config.generator.top_k
@@ -102,7 +112,11 @@ class VLLMEngine:
         self._choice = sampling_parameters(config.generator, vocabulary=vocabulary)
         stored = config.generator.persist_every_tokens > 0
         self._progress_every_s = STORED_PROGRESS_EVERY_S if stored else PROGRESS_EVERY_S
-        self.weights = VLLMWeights(llm, clear_cache=config.weights.kv_cache == "recompute")
+        self.weights: VLLMWeights = VLLMWeights(
+            llm,
+            clear_cache=config.weights.kv_cache == "recompute",
+            before=None if before is None else before.weights,
+        )
         self._adapters = adapters
         self._processes = processes
         self._names = {process.pid: _name_of(process) for process in processes}
@@ -110,6 +124,8 @@ class VLLMEngine:
         self.processes = EngineProcesses.of(processes, also=folders)
         """The engine's processes, and its names in /dev/shm. The process that started the engine uses this to end and
         remove them, also after the engine was killed."""
+        self._counted = prompt_tokens()
+        """Prompt tokens of earlier runs."""
         self._requests = itertools.count()
         self._running: set[str] = set()
         self._aborts = 0
@@ -155,16 +171,64 @@ class VLLMEngine:
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
             processes = await processes_of(llm)
         await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        # The start itself draws random numbers, so the samples of a run begin with the seed again, as `taken_over`.
+        await llm.collective_rpc("seed_samples", args=(arguments["seed"],))
         enable_envs_cache()  # as vLLM does in the engine's process: each request reads its environment variables
         tokenizer = load_tokenizer(model_path, chat=config.data.chat, chat_options=config.data.chat_options)
         adapters = None
         if lora is not None:
             adapters = VLLMAdapters(llm, make_request=LoRARequest, lora=lora, base=model_path)
-        return cls(llm, config=config, processes=processes, adapters=adapters, further_end=further_end(tokenizer))
+        return cls(
+            llm,
+            config=config,
+            processes=processes,
+            settings=_settings(config, model_path=model_path, load_weights=load_weights, sleep_mode=sleep_mode),
+            adapters=adapters,
+            further_end=further_end(tokenizer),
+        )
 
     @property
     def prompt_tokens(self) -> PromptTokens:
-        return prompt_tokens()
+        return PromptTokens(*map(sub, prompt_tokens(), self._counted))
+
+    # -- another run -----------------------------------------------------------------------------------------------
+
+    async def rest(self) -> None:
+        """Drops the state of a run that has ended: the cached prefixes, the label of the weights, and what its updates
+        have left in the workers. The weights themselves stay until the first update of the next run.
+
+        Raises RunError if the engine is not in order: if requests run, the last update is not whole, or the cache is
+        not empty afterwards. An engine with adapters has those of its run, and does not rest.
+        """
+        if self._adapters is not None or self._sleeping or not self.weights.is_whole:
+            raise RunError("the engine has adapters, sleeps, or its last weights are not whole")
+        if self._running or self._llm.errored or self._llm.get_num_unfinished_requests() or await self._llm.is_paused():
+            raise RunError("the engine has died, is paused, or has requests of the run that has ended")
+        if not await self._llm.reset_prefix_cache():
+            raise RunError("the engine's cache is not empty without requests")
+        await self._llm.collective_rpc("forget_updates")
+        await self._llm.update_weight_version(NO_VERSION)
+
+    async def taken_over(self, config: Config, *, model_path: str, name: str) -> "VLLMEngine":
+        """Returns the engine of another run, after `rest`. It has the processes of this engine, and generates nothing
+        before its first `load`. This object must not be used any more.
+
+        Raises RunError if a new engine for the run would start with other arguments, environment variables, or files of
+        the model. Only its seed may be another one.
+        """
+        settings = _settings(config, model_path=model_path, load_weights=False, sleep_mode=False)
+        if differing := [key for key, value in settings.items() if self._settings.get(key) != value]:
+            raise RunError(f"a new engine of this run would have other settings: {', '.join(sorted(differing))}")
+        await self._llm.collective_rpc("seed_samples", args=(engine_seed(config.run.seed, name),))
+        tokenizer = load_tokenizer(model_path, chat=config.data.chat, chat_options=config.data.chat_options)
+        return VLLMEngine(
+            self._llm,
+            config=config,
+            processes=self._processes,
+            settings=settings,
+            further_end=further_end(tokenizer),
+            before=self,
+        )
 
     async def generate(
         self,
@@ -371,6 +435,21 @@ class VLLMEngine:
         for child in children:
             child.output = final.outputs[child.index]
         return final
+
+
+def _settings(config: Config, *, model_path: str, load_weights: bool, sleep_mode: bool) -> dict[str, object]:
+    """Returns all on which the processes of an engine depend, except its seed: vLLM's arguments, the environment
+    variables that asyncrl sets, and the model's files beside its weights, which come from the learner."""
+    device = device_of(config)
+    arguments = engine_arguments(
+        config, device=device, model_path=model_path, name="", load_weights=load_weights, sleep_mode=sleep_mode
+    )
+    del arguments["seed"]
+    folder = Path(model_path)
+    found = folder.iterdir() if folder.is_dir() else ()  # without a folder, vLLM takes the name of a model on the Hub
+    described = [path for path in found if path.is_file() and path.suffix not in WEIGHT_FILES]
+    files = {path.name: xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in described}
+    return {**arguments, "environment": engine_environment(config, {}), "files of the model": files}
 
 
 def _name_of(process: psutil.Process) -> str:

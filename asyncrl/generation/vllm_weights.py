@@ -42,9 +42,10 @@ Answer = TypeVar("Answer")
 
 
 class VLLMWeights:
-    """Applies updates to one `AsyncLLM`, one at a time."""
+    """Applies updates to one `AsyncLLM`, one at a time. `before` has applied those of an earlier run to it: it has no
+    version for this run, but its preparations and loads are counted on."""
 
-    def __init__(self, llm: Any, *, clear_cache: bool) -> None:
+    def __init__(self, llm: Any, *, clear_cache: bool, before: "VLLMWeights | None" = None) -> None:
         self._llm = llm
         self._clear_cache = clear_cache
         self._session_open = False
@@ -53,13 +54,13 @@ class VLLMWeights:
         self._timeout_s = 0.0
         # The workers write into the pipe at the end of a preparation. It stays open as long as the engine, because a
         # late worker must not meet another file under its number.
-        self._pipe: tuple[int, int] | None = None
-        self._preparations = 0
+        self._pipe: tuple[int, int] | None = None if before is None else before._pipe
+        self._preparations: int = 0 if before is None else before._preparations
         self.version: Version | None = None
         """The last version of which all tensors were applied; None from an update that failed half way until a whole
         one."""
-        self.loads = 0
-        """Number of updates that have begun."""
+        self.loads: int = 0 if before is None else before.loads
+        """Number of updates that the engine's processes have begun."""
         self.is_whole = True
         """False from the beginning of an update until all of it is applied."""
 

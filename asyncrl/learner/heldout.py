@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.buffer.records import Failure
+from asyncrl.common.names import REPLICAS
 from asyncrl.common.tasks import cancelled
 from asyncrl.common.version import Version
 from asyncrl.config.schema import HELDOUT, Config
@@ -47,9 +48,8 @@ REPEAT_PAUSE_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaClient:
-    """Calls the replicas of a run, which are Ray actors in the run's namespace."""
+    """Calls the replicas of a run, which are Ray actors."""
 
-    namespace: str
     timeout_s: float
 
     async def evaluate(
@@ -61,7 +61,7 @@ class ReplicaClient:
         Returns the version of the replica, and for each task the rewards or the failure of its rollout. Raises
         ActorGone when the replica's process has ended.
         """
-        handle = named_actor(actor, namespace=self.namespace)
+        handle = named_actor(actor, namespace=REPLICAS)
         if handle is None:
             raise ActorGone(f"replica {actor} has ended")
         asked: Any = handle.evaluate.remote(list(tasks), name=name, share=share)

@@ -183,6 +183,15 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
         """Compares samples of the live parameters with a mapped update. Returns a `ReadBack` as MessagePack."""
         return msgspec.msgpack.encode(read_back(self.model, mapped_weights(update_info), seed=seed))
 
+    def forget(self) -> None:
+        """Drops all that earlier updates have left here, but not the weights themselves. Call it between two updates:
+        the next one must be whole, and is then loaded as the first one of a new engine."""
+        if self._preparing is not None:
+            wait([self._preparing.ended])  # it prepares an update that was given up
+        self.shutdown()
+        self._preparing = self._received = self._swap = None
+        self._expected = {}
+
     def shutdown(self) -> None:
         """Leaves the process group, if any."""
         if self._peers is not None:
@@ -249,6 +258,14 @@ class WorkerExtension:
     def read_weights_back(self, update_info: dict[str, Any], seed: int) -> bytes:
         """Compares samples of the live parameters with a mapped update that was applied."""
         return self.weight_transfer_engine.read_back(update_info, seed)
+
+    def forget_updates(self) -> None:
+        """Drops all that earlier updates have left in the worker, but not the weights themselves."""
+        self.weight_transfer_engine.forget()
+
+    def seed_samples(self, seed: int) -> None:
+        """Lets the random numbers of requests without a seed of their own begin anew, from `seed`."""
+        torch.manual_seed(seed)
 
     def receive_weights(self) -> bytes:
         """Receives a version without applying it. Returns its manifest as MessagePack."""

@@ -76,7 +76,7 @@ ends_on_purpose(); sys.exit(0)
     "end", ["os.kill(os.getpid(), signal.SIGKILL)", f"ends_on_purpose(); sys.exit({RESTART_MENDS})"]
 )
 def test_a_process_that_was_asked_to_end_is_not_started_again_however_it_ends(end: str) -> None:
-    body = f"from asyncrl.cli.restarts import asked_to_end\nasked_to_end(); {end}"
+    body = f"from asyncrl.cli.restarts import starts_no_other\nstarts_no_other(); {end}"
     assert ended(started(body, stderr=subprocess.DEVNULL))[0] == ["start 0"]
 
 

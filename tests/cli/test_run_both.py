@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl.cli import start
+from asyncrl.cli.kept import KeptProcess
 from asyncrl.cli.start import Parts, imported_parts, new_learner, run_both, run_learner
 from asyncrl.config.schema import Config
 from asyncrl.deployment.cluster import LocalRay
@@ -330,3 +333,38 @@ async def test_run_json_names_the_files_of_engines_on_this_machine_only(here: bo
     info = known_info(tmp_path / Config().run.name)
     assert info is not None
     assert info.shared_memory == (["psm_a"] if here else [])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("end", ["finished", "failed", "stopped"])
+async def test_a_process_of_a_sweep_keeps_replicas_only_of_a_run_that_has_finished(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, its = socket.socketpair()
+    monkeypatch.setattr(start, "KEPT", KeptProcess(sweep=its))
+    asked, stop, starts = [], asyncio.Event(), []
+
+    async def trained(_: asyncio.Event) -> None:
+        if end == "failed":
+            raise StallError("nothing moves")
+        if end == "stopped":
+            stop.set()
+            await asyncio.sleep(0)
+
+    def generators(*_: object, kept: list[Any], **__: object) -> Any:
+        assert kept is start.KEPT.replicas
+        return SimpleNamespace(run=asyncio.Event.wait, keep_replicas=lambda: asked.append(end))
+
+    def started(_: Config) -> LocalRay:
+        starts.append(1)
+        return LocalRay("127.0.0.1:1", str(tmp_path))
+
+    parts = replace(imported_parts(), start_ray=started, new_generators=generators)
+    parts = replace(parts, new_learner=lambda *_, **__: SimpleNamespace(run=trained))
+    with ours, its:
+        for _ in range(2):
+            stop.clear()
+            with contextlib.suppress(StallError):
+                await ran(tmp_path, stop, parts, own_ray=True)
+    assert asked == (["finished"] * 2 if end == "finished" else [])
+    assert len(starts) == 1, "both runs have the Ray of the process"

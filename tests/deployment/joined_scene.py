@@ -92,7 +92,8 @@ class MadeUpActors:
     """Makes the actors of replicas, without processes. An actor generates until a test ends it, or until it is drained
     or killed. `actors` has the newest actor by its name, and `said` the calls that end actors.
 
-    The next starts raise `start_errors`. A start waits for `starting`, a shutdown for `shutdown`, and an actor that is
+    The next starts raise `start_errors`, and the next rests `rest_errors`.
+    A start waits for `starting`, a shutdown for `shutdown`, and an actor that is
     asked whether it lives for `alive`.
     """
 
@@ -101,6 +102,7 @@ class MadeUpActors:
         self.said: list[tuple[str, str]] = []
         self.make_errors: list[Exception | None] = []
         self.start_errors: list[Exception] = []
+        self.rest_errors: list[Exception] = []
         self.starting: Callable[[], Awaitable[object]] = partial(asyncio.sleep, 0)
         self.alive: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
         self.shutdown: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
@@ -148,6 +150,16 @@ class MadeUpActor:
         self._actors.said.append(("drain", self._name))
         if not self.ends.done():
             self.ends.set_result(None)
+
+    async def rest(self) -> None:
+        self._actors.said.append(("rest", self._name))
+        if self._actors.rest_errors:
+            raise self._actors.rest_errors.pop(0)
+
+    def of_run(self, config: Config, *, deployment: str) -> "MadeUpActor":
+        other = MadeUpActor(self._actors, self._name)
+        self._actors.actors[self._name] = other
+        return other
 
     async def shutdown(self) -> None:
         self._actors.said.append(("shutdown", self._name))

@@ -34,22 +34,24 @@ from asyncrl.errors import (
 
 
 class MadeUpPool:
-    """A pool whose actors are made up: a call that generates runs until a test ends it. `model_path` is a folder."""
+    """A pool whose actors are made up: a call that generates runs until a test ends it. `model_path` is a folder.
+    `before` is the pool of an earlier run, whose replicas are taken over."""
 
-    def __init__(self, *, model_path: str = "model", **generator: Any) -> None:
+    def __init__(self, *, model_path: str = "model", before: "MadeUpPool | None" = None, **generator: Any) -> None:
         self.now_s = 0.0
-        self.actors = MadeUpActors()
+        self.actors: MadeUpActors = MadeUpActors() if before is None else before.actors
         self.calls: list[tuple[Any, ...]] = []
         self.paused_s: list[float] = []
         model: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         model.set_result(model_path)
-        self.pool = ReplicaPool(
+        self.pool: ReplicaPool = ReplicaPool(
             Config.model_validate({"generator": generator}),
             deployment="d",
             model_path=model,
             secrets=Secrets(),
             started=lambda _: None,
             new_actor=self.actors,
+            kept=[] if before is None else before.pool.kept,
             clock=lambda: self.now_s,
             sleep=self._pause,
         )
@@ -425,3 +427,71 @@ async def test_one_wrong_replica_of_several_that_generate_is_given_up_alone() ->
     await scene.look()
     assert [replica.name for replica in scene.pool.replicas] == [other]
     await scene.pool.end(grace_s=20.0)
+
+
+# --- the next run of the process -----------------------------------------------------------------------------------
+
+
+async def ended_in_order(scene: MadeUpPool) -> None:
+    """Ends the run of a pool that has finished."""
+    scene.pool.keeps = True
+    await scene.pool.end(grace_s=20.0)
+
+
+@pytest.mark.asyncio
+async def test_the_next_run_takes_over_the_actors_of_a_run_that_has_finished() -> None:
+    first = MadeUpPool(replicas=2)
+    names = await first.begin()
+    await ended_in_order(first)
+    assert first.ended == []
+    assert sorted(first.actors.said) == sorted((what, name) for what in ("drain", "rest") for name in names)
+    second = MadeUpPool(before=first, replicas=2)
+    assert await second.begin() == names
+    assert second.made == names, "no actor was made"
+    assert first.pool.kept == [], "an actor has one run"
+    assert [second.actors.actors[name].given["model_path"] for name in names] == ["model"] * 2
+    await second.pool.end(grace_s=20.0)
+    assert sorted(second.ended) == sorted(names)
+
+
+@pytest.mark.asyncio
+async def test_a_run_that_has_not_finished_leaves_no_actor() -> None:
+    scene = MadeUpPool(replicas=2)
+    names = await scene.begin()
+    await scene.pool.end(grace_s=20.0)
+    assert sorted(scene.ended) == sorted(names)
+    assert scene.pool.kept == []
+
+
+@pytest.mark.asyncio
+async def test_an_actor_that_has_failed_or_whose_engine_is_not_in_order_ends_with_its_run() -> None:
+    scene = MadeUpPool(replicas=3)
+    failed, torn, good = await scene.begin()
+    scene.kill(failed)
+    await asyncio.sleep(0)
+    scene.actors.rest_errors = [RunError("its last weights are not whole")]
+    await ended_in_order(scene)
+    assert sorted(scene.ended) == sorted([failed, torn])
+    assert [replica.name for replica in scene.pool.kept] == [good]
+
+
+@pytest.mark.asyncio
+async def test_replicas_beyond_the_number_of_the_configuration_end_with_their_run() -> None:
+    scene = MadeUpPool()
+    await scene.begin()
+    await scene.look(scene.own(wanted=2))
+    await ended_in_order(scene)
+    assert (len(scene.pool.kept), len(scene.ended)) == (1, 1)
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_cannot_be_taken_over_ends_before_a_new_one_starts() -> None:
+    first = MadeUpPool()
+    [only] = await first.begin()
+    await ended_in_order(first)
+    second = MadeUpPool(before=first)
+    second.actors.start_errors = [RunError("a new engine of this run would have other settings")]
+    assert await second.begin() == [only]
+    assert second.ended == [only], "the old engine would hold the memory of the new one"
+    assert second.made == [only, actor_of(only, 2)]
+    await second.pool.end(grace_s=20.0)

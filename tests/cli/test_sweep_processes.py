@@ -1,0 +1,140 @@
+"""The processes of a sweep: a run whose settings fit goes to the process of a run that has finished, and any other one
+to a new process. A process ends after a run that did not finish, and takes no other run."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli.restarts import RESTART_MENDS
+from asyncrl.cli.sweep import SweptRun, planned, train_all
+from asyncrl.cli.sweep_processes import kept_for
+
+pytestmark = pytest.mark.timeout(120)
+
+FILES = [Path("quickstart")]
+PROGRAM = """
+import os, sys
+sys.path[:0] = {path!r}
+from asyncrl.cli.kept import KEPT
+def app(words):
+    name = (words or sys.argv[2:])[-1].partition('=')[2]
+    print('output of', name, flush=True)
+    with open('trained', 'a') as file:
+        file.write(name + ' ' + str(os.getpid()) + chr(10))
+    KEPT.in_order = True
+    {text}
+    raise SystemExit(0)
+KEPT.train_each(app)
+"""
+
+
+def command(text: str, run: SweptRun) -> list[str]:
+    """Returns the command of a run whose process keeps the protocol of `asyncrl.cli.kept`. It executes `text` in each
+    of its runs: `name` is the name of the run, `words` is None in the first one."""
+    return [sys.executable, "-S", "-c", PROGRAM.format(path=sys.path, text=text), "asyncrl", "up", f"run={run.name}"]
+
+
+def trained(runs: Sequence[SweptRun], text: str = "pass", *, parallel: int = 1) -> tuple[list[str], list[list[str]]]:
+    """Trains the runs. Returns the names of those that failed, and the runs of each process in order."""
+    failed = asyncio.run(
+        train_all(runs, [command(text, run) for run in runs], parallel=parallel, first=1, of=len(runs))
+    )
+    by_process: dict[str, list[str]] = {}
+    for line in Path("trained").read_text().splitlines():
+        name, _, pid = line.partition(" ")
+        by_process.setdefault(pid, []).append(name)
+    for pid in by_process:
+        assert not Path(f"/proc/{pid}").exists(), "the sweep has left a process"
+    return failed, [*by_process.values()]
+
+
+def test_runs_that_differ_in_seed_and_objective_share_a_process_and_have_their_own_logs(in_tmp_path: None) -> None:
+    runs = planned(FILES, ["algorithm.loss=tis,opsm"], name="mine", seeds=2)
+    assert trained(runs) == ([], [[run.name for run in runs]])
+    assert [run.log.read_text() for run in runs] == [f"output of {run.name}\n" for run in runs]
+
+
+def test_a_run_with_another_engine_gets_another_process(in_tmp_path: None) -> None:
+    runs = planned(FILES, ["generator.max_concurrent_groups=8,4"], name="mine", seeds=2)
+    assert trained(runs) == ([], [[run.name for run in runs[:2]], [run.name for run in runs[2:]]])
+
+
+@pytest.mark.parametrize(
+    "text", ["KEPT.in_order = False", "raise SystemExit(1)", "os._exit(1)", "os.kill(os.getpid(), 9)"]
+)
+def test_a_process_whose_run_was_stopped_failed_or_was_killed_takes_no_other_run(in_tmp_path: None, text: str) -> None:
+    runs = planned(FILES, [], name="mine", seeds=3)
+    second = f"name == 'seed-1' and exec({text!r})"
+    failed, by_process = trained(runs, second)
+    assert [names[-1] for names in by_process[1:]][-1:] == ["seed-2"]
+    assert "seed-2" not in by_process[0]
+    assert by_process[0][:2] == ["seed-0", "seed-1"]
+    assert failed == ([] if "in_order" in text else ["seed-1"])
+
+
+@pytest.mark.parametrize("text", ["os.kill(os.getpid(), 9)", f"raise SystemExit({RESTART_MENDS})"])
+def test_a_run_that_dies_in_the_process_of_another_one_goes_to_a_new_one(in_tmp_path: None, text: str) -> None:
+    runs = planned(FILES, [], name="mine", seeds=3)
+    failed, by_process = trained(runs, f"name == 'seed-1' and words and exec({text!r})")
+    assert failed == []
+    assert by_process == [["seed-0", "seed-1"], ["seed-1", "seed-2"]]
+
+
+def test_without_restarts_such_a_run_has_failed(in_tmp_path: None) -> None:
+    runs = planned(FILES, ["run.max_restarts=0"], name="mine", seeds=2)
+    failed, by_process = trained(runs, "name == 'seed-1' and os.kill(os.getpid(), 9)")
+    assert (failed, by_process) == (["seed-1"], [["seed-0", "seed-1"]])
+
+
+def test_processes_below_a_run_do_not_see_the_socket(in_tmp_path: None) -> None:
+    runs = planned(FILES, [], name="mine", seeds=1)
+    seen = "['ASYNCRL_SWEEP_SOCKET' in os.environ, os.get_inheritable(KEPT.sweep.fileno())]"
+    trained(runs, f"open('seen', 'w').write(str({seen}))")
+    assert Path("seen").read_text() == "[False, False]"
+
+
+@pytest.mark.parametrize(
+    ("override", "shared"),
+    [
+        ("algorithm.loss=opsm", True),
+        ("staleness.max_versions=1", True),
+        ("learner.optimizer.learning_rate=1e-5", True),
+        ("run.seed=9", True),
+        ("model.max_length=17", False),
+        ("generator.temperature=0.9", False),
+        ("generator.kv_cache_gib=1", False),
+        ("learner.ranks=2", False),
+        ("learner.group_size=4", False),
+        ("weights.probe_every_updates=2", False),
+        ("environment.options.size=4000", False),
+    ],
+)
+def test_runs_may_differ_only_in_settings_on_which_no_process_depends(
+    in_tmp_path: None, override: str, shared: bool
+) -> None:
+    [plain], [other] = (planned(FILES, given, name="mine", seeds=1) for given in ([], [override]))
+    assert kept_for(plain.config) is not None
+    assert (kept_for(plain.config) == kept_for(other.config)) is shared
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["ray.address='10.0.0.7:6379'", "run.mirror=file:///tmp/copies", "metrics.trackers=[tensorboard]"],
+)
+def test_a_run_whose_process_has_state_of_its_own_is_trained_alone(in_tmp_path: None, override: str) -> None:
+    [run] = planned(FILES, [override], name="mine", seeds=1)
+    assert kept_for(run.config) is None
+
+
+def test_a_run_with_code_of_the_user_in_its_process_is_trained_alone(
+    in_tmp_path: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("mine_of_kept.py").write_text("def centred(columns):\n    return columns\n")
+    [run] = planned(FILES, [], name="mine", seeds=1)
+    own = run.config.algorithm.model_copy(update={"advantage": "mine_of_kept:centred"})
+    assert kept_for(run.config.model_copy(update={"algorithm": own})) is None
+    assert os.path.exists("mine_of_kept.py")
