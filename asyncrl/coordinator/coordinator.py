@@ -550,16 +550,17 @@ class Coordinator:
         """Raises an error if the deployment may not attach, and changes nothing. `restores` says whether a learner
         restores a checkpoint.
 
-        Raises the errors of `Registry.check`. Raises LearnerNotRestored for a learner if the run has ended, or if the
-        learner lacks the trained weights of this run: it restores no checkpoint, or one of another run. Such a learner
-        would train other weights under the same version numbers.
+        Raises the errors of `Registry.check`. Raises LearnerNotRestored for a learner if the run has ended and was not
+        preempted, or if the learner lacks the trained weights of this run: it restores no checkpoint, or one of another
+        run. Such a learner would train other weights under the same version numbers.
         """
         self.registry.check(deployment, shared=shared)
         if deployment.role is not Role.LEARNER or deployment == self.registry.learner:
             return
         name, step, state = self._config.run.name, self.buffer.version.step, self.registry.state
         again = f"end the run with `asyncrl down {name}`, then start it again, or set run.lost_weights=new_run"
-        if state in OVER or (state is RunState.CLOSING and not restores):
+        over = state in OVER and state is not RunState.PREEMPTED  # the next learner continues a preempted run
+        if over or (state is RunState.CLOSING and not restores):
             why = f": {self.registry.message}" if self.registry.message else ""
             raise LearnerNotRestored(f"run {name!r} is {state}{why}; {again}")
         if restores and (before := self.registry.learner) is not None and before.nonce != deployment.nonce:

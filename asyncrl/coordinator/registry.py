@@ -22,7 +22,8 @@ from asyncrl.config.schema import MOST_REPLICAS, AutoscaleSection
 from asyncrl.errors import HandshakeError, RunEnded, RunError, RunLocked, RunMismatch, VersionRegression
 
 OVER = (RunState.FINISHED, RunState.STOPPED, RunState.PREEMPTED, RunState.FAILED)
-"""States of a run that trains no more steps. No other deployment enters it."""
+"""States of a run that trains no more steps. No other deployment enters it, except for a learner that continues a
+preempted run: its generators may wait for it (`generator.wait_for_learner_s`)."""
 GONE_TIMEOUTS = 4
 """Number of timeouts after which a silent deployment counts as dead when the last other one leaves. After one timeout
 it may only be busy: a process whose event loop or machine stalls sends no heartbeats."""
@@ -149,8 +150,13 @@ class Registry:
         the run has already, or says that the run has ended and its processes are ending: a generator that entered such
         a run would keep its processes alive, and the next learner could not start.
         """
-        enters = deployment.id not in self._members
-        if self._closed_by or (deployment.role is Role.GENERATOR and self.state in OVER and enters):
+        enters = deployment.role is Role.GENERATOR and deployment.id not in self._members
+        if enters and self.state is RunState.PREEMPTED and not self._closed_by:
+            raise RunLocked(
+                "SIGTERM has ended the run's learner, and generators of the run are ending or wait for the next "
+                "learner; start the learner first, and then this command"
+            )
+        if self._closed_by or (enters and self.state in OVER):
             raise RunLocked(
                 "the earlier run of this name has ended, and its last deployment is ending the run's processes; start "
                 "this command again in some seconds. If this message stays, end the run with `asyncrl down` first"

@@ -730,6 +730,40 @@ async def test_no_learner_takes_over_a_run_that_is_over(state: RunState) -> None
 
 
 @pytest.mark.asyncio
+async def test_the_next_learner_continues_a_preempted_run_with_the_generators_that_wait_for_it() -> None:
+    coordinator = made(ClearedRows())
+    snapshot = await trained_once(coordinator)
+    generator = Deployment(id="g", role=Role.GENERATOR, host="h", pid=8)
+    await coordinator.attach(generator, shared=SHARED)
+    coordinator.set_state(1, RunState.PREEMPTED)
+    assert not coordinator.registry.detach(FIRST.id)
+    with pytest.raises(LearnerNotRestored, match=r"has trained 1 steps.*asyncrl down"):
+        coordinator.check_attach(SECOND, shared=SHARED)
+    with pytest.raises(RunLocked, match="start the learner first"):
+        coordinator.check_attach(msgspec.structs.replace(generator, id="late"), shared=SHARED)
+    restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
+    assert (await coordinator.attach(SECOND, shared=SHARED, restored=restored)).incarnation == 2
+    assert coordinator.registry.state is RunState.STARTING
+    coordinator.check_attach(msgspec.structs.replace(generator, id="late"), shared=SHARED)
+    coordinator.set_state(2, RunState.PREEMPTED)
+    coordinator.registry.detach(SECOND.id)
+    assert coordinator.registry.detach(generator.id), "the last one that stops waiting ends the run's actors"
+    with pytest.raises(RunLocked, match="start this command again"):
+        coordinator.check_attach(FIRST, shared=SHARED, restores=True)
+
+
+@pytest.mark.asyncio
+async def test_a_learner_without_a_checkpoint_begins_a_run_that_was_preempted_before_its_first_step() -> None:
+    coordinator = made(ClearedRows())
+    await coordinator.attach(FIRST, shared=SHARED)
+    await coordinator.attach(Deployment(id="g", role=Role.GENERATOR, host="h", pid=8), shared=SHARED)
+    coordinator.set_state(1, RunState.PREEMPTED)
+    coordinator.registry.detach(FIRST.id)
+    assert (await coordinator.attach(SECOND, shared=SHARED)).incarnation == 2
+    assert coordinator.registry.state is RunState.STARTING
+
+
+@pytest.mark.asyncio
 async def test_rows_of_a_dropped_step_are_cleared_once_and_not_before_the_learner_has_saved() -> None:
     rows = ClearedRows()
     coordinator = made(rows, data={"drop_last": True, "epochs": 1}, tasks=1)
