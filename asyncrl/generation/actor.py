@@ -6,6 +6,7 @@ together, for example because their tokenizers differ (F25).
 
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from datetime import datetime
@@ -137,6 +138,7 @@ class GeneratorActor:
             metrics=metrics,
             started_s=monotonic_at_process_start(),
             metrics_address=server.address,
+            node=socket.gethostname(),
         )
         return msgspec.structs.replace(engine.processes, shared_memory=[*engine.processes.shared_memory, pointer])
 

@@ -15,6 +15,7 @@ from asyncrl.buffer.ledger import Account, Amount, Event, Fate
 from asyncrl.buffer.records import Counts, GroupMeta
 from asyncrl.buffer.staleness import limits_of
 from asyncrl.common.concern import Concern
+from asyncrl.common.device_time import Device, DeviceTime, Pool
 from asyncrl.config.load import flat_config
 from asyncrl.config.schema import Config
 from asyncrl.metrics.catalogue import CATALOGUE, DEADLINES, MAX_OPEN_VALUES
@@ -65,6 +66,7 @@ def learner() -> LearnerMetrics:
     metrics.heldout("heldout", 0.41)
     metrics.health([Concern.CUT])
     metrics.effective_training_time(0.9)
+    metrics.device_time([DeviceTime(pool=Pool.LEARNER, device=Device.GPU, starting_s=1.0, working_s=4.0)])
     metrics.checkpoint_saved(step=10, duration_s=4.0, unix_time_s=1.7e9)
     metrics.checkpoint_staged(0.5)
     metrics.checkpoint_missed(outcome="postponed")
