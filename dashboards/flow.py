@@ -58,6 +58,26 @@ ROWS = {
             unit="percentunit",
             span=6,
         ),
+        lines(
+            "Device time by part",
+            "Devices of each pool that start, wait and work: GPUs, or processes on CPUs. What starts and waits is paid "
+            "for and does not train. The panels of the learner's and the generators' time say what they wait for.",
+            Query(rate("asyncrl_device_seconds_total", RUN, by="pool, device, part", over=STEPS), "{{pool}}: {{part}}"),
+            unit="none",
+            span=6,
+        ),
+        lines(
+            "Device time for each trained token",
+            "GPU-seconds of each pool for each trained token; on CPUs, seconds of its processes. Lower is cheaper.",
+            Query(
+                rate("asyncrl_device_seconds_total", RUN, by="pool, device", over=STEPS)
+                + " / on () group_left () "
+                + rate("asyncrl_learner_tokens_total", RUN, over=STEPS),
+                "{{pool}} ({{device}})",
+            ),
+            unit="s",
+            span=6,
+        ),
     ],
     "Generators": [
         lines(
@@ -65,18 +85,29 @@ ROWS = {
             "Prompt tokens (the prompt of a group counts once) and generated completion tokens.",
             Query(rate("asyncrl_generator_tokens_total", REPLICA, by="kind"), "{{kind}}"),
             unit="suffix: tokens/s",
+            span=6,
+        ),
+        lines(
+            "Generated tokens by node",
+            "Generated completion tokens of the replicas on each node. A node that makes fewer with as many replicas "
+            "is slow.",
+            Query(rate("asyncrl_generator_tokens_total", f'kind="completion", {REPLICA}', by="node"), "{{node}}"),
+            unit="suffix: tokens/s",
+            span=6,
         ),
         lines(
             "Samples",
             "Samples by the outcome of their group's commit. All outcomes but accepted are lost work.",
             Query(rate("asyncrl_generator_samples_total", REPLICA, by="outcome"), "{{outcome}}"),
             unit="suffix: samples/s",
+            span=6,
         ),
         lines(
             "Groups in generation",
             "Groups that each generator generates now; at most generator.max_concurrent_groups.",
             Query(now("asyncrl_generator_inflight_groups", REPLICA, by="replica"), "{{replica}}"),
             unit="suffix: groups",
+            span=6,
         ),
         lines(
             "Rollout",

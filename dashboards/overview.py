@@ -110,6 +110,17 @@ ROWS = {
             thresholds=[(None, HEALTHY)],
         ),
         number(
+            "Device time",
+            "GPU-seconds of each pool since the run began; on CPUs, seconds of its processes.",
+            Query(
+                f"sum by (pool, device) (max by (pool, device, part) (asyncrl_device_seconds_total{{{RUN}}}))",
+                "{{pool}} ({{device}})",
+            ),
+            unit="s",
+            thresholds=[(None, HEALTHY)],
+            span=8,
+        ),
+        number(
             "Generators",
             "Replicas that are registered at the buffer, by state.",
             Query(now("asyncrl_replicas", RUN, by="state"), "{{state}}"),

@@ -29,6 +29,7 @@ def generator(
     replicas, memory and GPUs (the keys with a star in docs/configuration.md). The command ends with the run. It ends
     cleanly on SIGTERM, on Ctrl-C, or when the terminal is closed. If a process that it needs has died, it ends with
     exit code 75: start it again. With 76 it, or the run's learner, was ended by SIGTERM: start both again to continue.
+    With generator.wait_for_learner_s set, it waits for the next learner first.
 
     \b
       asyncrl head      -c quickstart          # one terminal

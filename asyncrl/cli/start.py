@@ -358,8 +358,10 @@ async def _run_both(
     end = asyncio.Event()
     async with AsyncExitStack() as closing:
         inputs = await closing.enter_async_context(parts.new_inputs(config, loaded=prompts, report=screen.report))
-        # The local Ray was made for this run. Its replicas ask for no CPUs, so that `asyncrl scale` can add some.
-        pool = config.generator.model_copy(update={"cpus": 0.0} if config.ray.address is None else {})
+        # The local Ray was made for this run. Its replicas ask for no CPUs, so that `asyncrl scale` can add some. The
+        # next learner is in another process, which starts its own replicas.
+        own = {"wait_for_learner_s": 0.0} | ({"cpus": 0.0} if config.ray.address is None else {})
+        pool = config.generator.model_copy(update=own)
         generator_deployment = parts.new_generators(
             config.model_copy(update={"generator": pool}),
             model_path=inputs.generator_model,

@@ -327,6 +327,12 @@ def _generator(config: Config) -> Iterator[str]:
             f"generator.tensor_parallel_size = {parts}: must divide model.tiny.heads = {tiny.heads}, because each "
             "process of the engine has whole attention heads; lower it"
         )
+    if generator.wait_for_learner_s > 0 and config.data_plane.backend == "transfer_queue":
+        yield (
+            f"generator.wait_for_learner_s = {generator.wait_for_learner_s:g}: must be 0 with data_plane.backend = "
+            "transfer_queue, because the index of the rows ends with the learner's process; set it to 0, or "
+            "data_plane.backend to object_store"
+        )
     yield from filters_without_top_k(generator)
 
 

@@ -525,6 +525,9 @@ class GeneratorSection(Section):
     replace_timeout_s: Annotated[PositiveFloat, PER_DEPLOYMENT] = 300.0
     """Seconds in which a deployment may have fewer than `min_replicas` replicas while it starts them again. Unset:
     longer for large models, as `asyncrl config show` prints."""
+    wait_for_learner_s: Annotated[NonNegativeFloat, PER_DEPLOYMENT] = 0.0
+    """Seconds for which `asyncrl generator` waits for the next learner when SIGTERM has ended the learner before its
+    last step. Meanwhile its engines stay, as after a learner that was killed. 0: it ends with the learner."""
     startup_timeout_s: Annotated[PositiveFloat, PER_DEPLOYMENT] = 300.0
     """Maximum time for the start of an engine, seconds. The imports of its process, which take minutes from a cold
     disk, have the same limit. Unset: longer for large models, as `asyncrl config show` prints."""

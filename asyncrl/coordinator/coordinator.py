@@ -21,6 +21,7 @@ answer to `ack` has the ledger's entry of the step. Reports of failures have uni
 import asyncio
 import contextlib
 import logging
+import socket
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
@@ -44,6 +45,7 @@ from asyncrl.buffer.records import (
 )
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import limits_of
+from asyncrl.common.device_time import DeviceTime, Pool, added
 from asyncrl.common.names import COORDINATOR
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Lineage, Version
@@ -224,6 +226,8 @@ class Coordinator:
         self._metrics.states_from(self._states.seconds)
         self._metrics.run_info(config)
         self._metrics.limits(buffer.limits)
+        self._earlier_time: tuple[DeviceTime, ...] = ()
+        """The device-seconds of generators of the run before this coordinator."""
         self._acked: tuple[tuple[int, int], Acked] | None = None
         self._released: tuple[tuple[int, int | None], tuple[str, ...]] | None = None
         self._reports: dict[str, None] = {}  # names of reports of failures, the oldest first
@@ -237,7 +241,7 @@ class Coordinator:
         nothing."""
         if self._expiry is None:
             server = MetricsServer(self._metrics.registry, host=self._config.metrics.host, port=0)
-            self.registry.set_endpoint(COORDINATOR, server.address)
+            self.registry.set_endpoint(COORDINATOR, server.address, node=socket.gethostname())
             self._states.enter("nobody_waits")
             self._expiry = asyncio.create_task(self._expire_regularly(server), name="expiry")
 
@@ -260,6 +264,7 @@ class Coordinator:
             totals=replicas.totals,
             able=replicas.able(buffer.refusal),
             oldest_replica_step=replicas.oldest_step(),
+            device_time=added([*self._earlier_time, *replicas.totals.device_time]),
         )
 
     def status(self) -> RunStatus:
@@ -274,7 +279,7 @@ class Coordinator:
             reports=dict(self._replicas.reports),
             deployments=tuple(self.registry.live()),
             learner_state_seconds=self.registry.learner_state_seconds,
-            targets=dict(self.registry.endpoints),
+            targets={process: endpoint.address for process, endpoint in self.registry.endpoints.items()},
             wanted_replicas=self.registry.wanted(),
             scaled_because=self.registry.scaled_because,
             given_up=dict(self.registry.given_up),
@@ -328,7 +333,7 @@ class Coordinator:
         if renewal.must_end:
             return renewal
         self._replicas.reported(report)
-        self.registry.set_endpoint(replica_of(actor), report.metrics_address)
+        self.registry.set_endpoint(replica_of(actor), report.metrics_address, node=report.node)
         loaded = self._replicas.heard(actor, version=version, free_slots=free_slots)
         if loaded or refused is not None:
             # A reserve of this actor may now get a ticket, and rule (2) may let the learner go on without its groups
@@ -552,16 +557,17 @@ class Coordinator:
         """Raises an error if the deployment may not attach, and changes nothing. `restores` says whether a learner
         restores a checkpoint.
 
-        Raises the errors of `Registry.check`. Raises LearnerNotRestored for a learner if the run has ended, or if the
-        learner lacks the trained weights of this run: it restores no checkpoint, or one of another run. Such a learner
-        would train other weights under the same version numbers.
+        Raises the errors of `Registry.check`. Raises LearnerNotRestored for a learner if the run has ended and was not
+        preempted, or if the learner lacks the trained weights of this run: it restores no checkpoint, or one of another
+        run. Such a learner would train other weights under the same version numbers.
         """
         self.registry.check(deployment, shared=shared)
         if deployment.role is not Role.LEARNER or deployment == self.registry.learner:
             return
         name, step, state = self._config.run.name, self.buffer.version.step, self.registry.state
         again = f"end the run with `asyncrl down {name}`, then start it again, or set run.lost_weights=new_run"
-        if state in OVER or (state is RunState.CLOSING and not restores):
+        over = state in OVER and state is not RunState.PREEMPTED  # the next learner continues a preempted run
+        if over or (state is RunState.CLOSING and not restores):
             why = f": {self.registry.message}" if self.registry.message else ""
             raise LearnerNotRestored(f"run {name!r} is {state}{why}; {again}")
         if restores and (before := self.registry.learner) is not None and before.nonce != deployment.nonce:
@@ -603,6 +609,8 @@ class Coordinator:
         lived_on = not self._untouched
         if restored is not None and not repeated:
             self._check_same_run(restored)
+            if not lived_on:  # otherwise the reports of the replicas have the time since the coordinator's start
+                self._earlier_time = tuple(time for time in restored.device_time if time.pool is Pool.GENERATORS)
             self._prompts.restore(restored.snapshot.prompts)
         self.registry.attach(deployment)
         if restored is not None and not repeated:

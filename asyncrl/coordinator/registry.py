@@ -15,6 +15,7 @@ import msgspec
 
 from asyncrl.buffer.fleet import Life, ReplicaState, replica_of
 from asyncrl.buffer.records import Refusal, Reservation
+from asyncrl.common.device_time import DeviceTime, added
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.config.load import first_difference
@@ -22,7 +23,8 @@ from asyncrl.config.schema import MOST_REPLICAS, AutoscaleSection
 from asyncrl.errors import HandshakeError, RunEnded, RunError, RunLocked, RunMismatch, VersionRegression
 
 OVER = (RunState.FINISHED, RunState.STOPPED, RunState.PREEMPTED, RunState.FAILED)
-"""States of a run that trains no more steps. No other deployment enters it."""
+"""States of a run that trains no more steps. No other deployment enters it, except for a learner that continues a
+preempted run: its generators may wait for it (`generator.wait_for_learner_s`)."""
 GONE_TIMEOUTS = 4
 """Number of timeouts after which a silent deployment counts as dead when the last other one leaves. After one timeout
 it may only be busy: a process whose event loop or machine stalls sends no heartbeats."""
@@ -57,20 +59,27 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str] = {}
 
 
+class Endpoint(msgspec.Struct, frozen=True):
+    """The metrics endpoint of a process: its `host:port`, and the host name of its node."""
+
+    address: str
+    node: str
+
+
 class EndpointChanges(msgspec.Struct, frozen=True, kw_only=True):
-    """The endpoints that changed, by process name; "" for a process that is gone. If `whole`, all endpoints.
+    """The endpoints that changed, by process name; None for a process that is gone. If `whole`, all endpoints.
 
     `serial` is the number that the caller passes to its next call of `Registry.endpoints_since`.
     """
 
     serial: int
     whole: bool
-    addresses: dict[str, str]
+    endpoints: dict[str, Endpoint | None]
 
-    def applied_to(self, known: Mapping[str, str]) -> dict[str, str]:
+    def applied_to(self, known: Mapping[str, Endpoint]) -> dict[str, Endpoint]:
         """Returns all endpoints, given those that were known before."""
-        merged = self.addresses if self.whole else {**known, **self.addresses}
-        return {name: address for name, address in merged.items() if address}
+        merged = self.endpoints if self.whole else {**known, **self.endpoints}
+        return {name: endpoint for name, endpoint in merged.items() if endpoint is not None}
 
 
 def _other_versions(deployment: Deployment, first_with: Mapping[str, Deployment]) -> Iterator[str]:
@@ -122,7 +131,7 @@ class Registry:
         self.learner: Deployment | None = None
         self.learner_state_seconds: dict[str, float] = {}
         self._asked_to_end = False
-        self.endpoints: dict[str, str] = {}
+        self.endpoints: dict[str, Endpoint] = {}
         self._endpoint_changes = 0
         self._changed_endpoints: deque[str] = deque(maxlen=KEPT_CHANGES)  # names, the newest change last
         self._closed_by = ""  # the deployment that was the last one to leave
@@ -149,8 +158,13 @@ class Registry:
         the run has already, or says that the run has ended and its processes are ending: a generator that entered such
         a run would keep its processes alive, and the next learner could not start.
         """
-        enters = deployment.id not in self._members
-        if self._closed_by or (deployment.role is Role.GENERATOR and self.state in OVER and enters):
+        enters = deployment.role is Role.GENERATOR and deployment.id not in self._members
+        if enters and self.state is RunState.PREEMPTED and not self._closed_by:
+            raise RunLocked(
+                "SIGTERM has ended the run's learner, and generators of the run are ending or wait for the next "
+                "learner; start the learner first, and then this command"
+            )
+        if self._closed_by or (enters and self.state in OVER):
             raise RunLocked(
                 "the earlier run of this name has ended, and its last deployment is ending the run's processes; start "
                 "this command again in some seconds. If this message stays, end the run with `asyncrl down` first"
@@ -327,12 +341,13 @@ class Registry:
             )
         self.published = version
 
-    def set_endpoint(self, process: str, address: str) -> None:
-        """Sets the metrics endpoint of a process; "" if it has none."""
-        if address == self.endpoints.get(process, ""):
+    def set_endpoint(self, process: str, address: str, *, node: str = "") -> None:
+        """Sets the metrics endpoint of a process on the node with this host name; "" as the address if it has none."""
+        endpoint = Endpoint(address, node) if address else None
+        if endpoint == self.endpoints.get(process):
             return
-        if address:
-            self.endpoints[process] = address
+        if endpoint is not None:
+            self.endpoints[process] = endpoint
         else:
             del self.endpoints[process]
         self._endpoint_changes += 1
@@ -350,7 +365,7 @@ class Registry:
         return EndpointChanges(
             serial=self._endpoint_changes,
             whole=whole,
-            addresses={process: self.endpoints.get(process, "") for process in changed},
+            endpoints={process: self.endpoints.get(process) for process in changed},
         )
 
 
@@ -375,9 +390,11 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """A replica's report in each heartbeat. Totals count from the start of its `actor`, and in the coordinator from the
     first start of the replica.
 
+    `metrics_address` is the `host:port` of its metrics endpoint, and `node` the host name of its node.
     `state_seconds` are seconds by state, averaged over the concurrency slots. `running_groups` is the number of
     rollouts that run now, `slots` their maximum. `prompt_tokens` count each sample of a group, and
-    `cached_prompt_tokens` of them came from the engine's prefix cache. `replicas` is 1, or the number of replicas whose
+    `cached_prompt_tokens` of them came from the engine's prefix cache. `device_time` are the device-seconds since the
+    start, one entry for each kind of device. `replicas` is 1, or the number of replicas whose
     totals are added up here.
     """
 
@@ -393,11 +410,14 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     parity_max_nats: float
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
+    device_time: tuple[DeviceTime, ...] = ()
+    node: str = ""
     replicas: int = 1
 
     def plus(self, other: "ReplicaReport", *, sign: int = 1) -> "ReplicaReport":
         """Returns this report with the totals of `other` added to its own; with `sign` -1, subtracted from them."""
         states = dict(self.state_seconds)
+        more, less = (other.device_time, ()) if sign > 0 else ((), other.device_time)
         for state, seconds in other.state_seconds.items():
             states[state] = states.get(state, 0.0) + sign * seconds
         return msgspec.structs.replace(
@@ -409,6 +429,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
             prompt_tokens=self.prompt_tokens + sign * other.prompt_tokens,
             cached_prompt_tokens=self.cached_prompt_tokens + sign * other.cached_prompt_tokens,
             parity_max_nats=max(self.parity_max_nats, other.parity_max_nats),
+            device_time=added(self.device_time + more, less=less),
             replicas=self.replicas + sign * other.replicas,
         )
 

@@ -5,6 +5,7 @@ import msgspec
 from asyncrl.buffer.ledger import OPEN_FATES, Account, Fate
 from asyncrl.buffer.records import Counts, FailureCount, FailureStreak
 from asyncrl.buffer.snapshot import BufferSnapshot
+from asyncrl.common.device_time import DeviceTime
 from asyncrl.common.roles import RunState
 from asyncrl.common.version import Lineage, Version
 from asyncrl.coordinator.registry import AbleReplicas, Deployment, ReplicaReport, ReplicaView
@@ -17,7 +18,8 @@ class BriefStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     `quiet_s` is the time since the last progress (a committed group, an acked step, a new state), seconds. `totals` is
     the sum over the reports of all replicas, also of those that are gone. `able` are the replicas with a free slot by
-    version, `oldest_replica_step` the smallest step of a version that a replica has loaded.
+    version, `oldest_replica_step` the smallest step of a version that a replica has loaded. `device_time` are the
+    device-seconds of the generators since the run began.
     """
 
     run: str
@@ -35,6 +37,7 @@ class BriefStatus(msgspec.Struct, frozen=True, kw_only=True):
     totals: ReplicaReport
     able: tuple[AbleReplicas, ...]
     oldest_replica_step: int | None
+    device_time: tuple[DeviceTime, ...] = ()
 
     @property
     def groups_by_state(self) -> dict[str, int]:
@@ -95,8 +98,10 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True):
     """The restored state of a learner: the snapshot of its checkpoint, and the lineage in which this learner is the
     live incarnation.
 
-    The lineage has all incarnations of the run, also those that began after the checkpoint was written.
+    The lineage has all incarnations of the run, also those that began after the checkpoint was written. `device_time`
+    are the device-seconds of all pools before this learner, as far as the records of the run have them.
     """
 
     snapshot: RunSnapshot
     lineage: Lineage
+    device_time: tuple[DeviceTime, ...] = ()

@@ -17,7 +17,7 @@ from asyncrl.common.tasks import Stopped, running, unless_one_fails, unless_stop
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
-from asyncrl.coordinator.registry import Registry
+from asyncrl.coordinator.registry import Endpoint, Registry
 from asyncrl.coordinator.status import Restored
 from asyncrl.deployment.cluster import ray_nodes
 from asyncrl.deployment.inputs import Prompts
@@ -39,7 +39,7 @@ from asyncrl.learner.progress import nothing_trained
 from asyncrl.learner.recording import FailureWatch, described_metrics
 from asyncrl.learner.records import Summary, groups_by_reason
 from asyncrl.metrics.catalogue import LEARNER_STATES
-from asyncrl.metrics.discovery import Target, ray_targets, target_groups, targets_of, write_targets
+from asyncrl.metrics.discovery import Target, process_target, ray_targets, target_groups, write_targets
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import StateClock
@@ -162,7 +162,7 @@ class LearnerDeployment:
             "admission": self._end_admission(handles, stop),
         }
         beside = [await entered.enter_async_context(running(work, name=name)) for name, work in works.items()]
-        await handles.coordinator.call(Registry.set_endpoint, "learner", server.address)
+        await handles.coordinator.call(Registry.set_endpoint, "learner", server.address, node=deployment.host)
         self._display.enter("preparing the model")
         model_path = await unless_one_fails(beside, unless_stopped(stop, self._model_path))
         training = self._training.run(
@@ -248,7 +248,11 @@ class LearnerDeployment:
         for a new run."""
         if (resumed := self._run_dir.resumed) is None:
             return None
-        return Restored(snapshot=read_snapshot(resumed.path), lineage=self._run_dir.lineage)
+        return Restored(
+            snapshot=read_snapshot(resumed.path),
+            lineage=self._run_dir.lineage,
+            device_time=self._log.earlier_time or (),
+        )
 
     async def _check_trained(self, failures: FailureWatch) -> None:
         """Raises RunError if the prompts ran out before a step was trained."""
@@ -356,16 +360,17 @@ class Targets:
         """Updates the list every `every_s` seconds until it is cancelled, because replicas and Ray's nodes come and
         go."""
         own_cores = self.cores
-        serial, addresses = 0, dict[str, str]()
+        serial, endpoints = 0, dict[str, Endpoint]()
         while True:
             try:
                 changes = await coordinator.call(Registry.endpoints_since, serial)
-                serial, addresses = changes.serial, changes.applied_to(addresses)
+                serial, endpoints = changes.serial, changes.applied_to(endpoints)
                 nodes = await self._ray_nodes(timeout_s=timeout_s)
             except (RunError, TimeoutError) as error:
                 logger.warning("Prometheus' targets are not up to date: %s", error)
             else:
-                self.publish([*targets_of(addresses), *ray_targets(nodes)])
+                processes = [process_target(name, each.address, node=each.node) for name, each in endpoints.items()]
+                self.publish([*processes, *ray_targets(nodes)])
                 # Ray on one machine reports only the logical CPUs that the run asked for, so the machine's cores count.
                 # A cluster reports the CPUs of all its machines.
                 cores = sum(int(node["Resources"].get("CPU", 0)) for node in nodes if node["Alive"])

@@ -10,6 +10,7 @@ from asyncrl.config.load import flat_config
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.deployment.resuming import last_set_aside
 from asyncrl.deployment.run_dir import RunDir
+from asyncrl.learner.costs import costs, earlier_time
 from asyncrl.learner.records import (
     LOST_STEPS,
     EvalRecord,
@@ -47,6 +48,8 @@ class LearnerLog(RecordSink):
         self.evals = read_lines(run_dir.path / "evals.jsonl", EvalRecord) if resumed else []
         self.before = self.steps[-1] if self.steps else None
         """The last record before the run was resumed; None in a new run."""
+        self.earlier_time = earlier_time(self.steps, self._lost)
+        """The device-seconds before the run was resumed; None if they are not known."""
 
     def append_step(self, record: StepRecord) -> None:
         self.steps.append(record)
@@ -89,6 +92,7 @@ class LearnerLog(RecordSink):
             lost=self._lost,
             notes=view.notes,
             effective_training_time_ratio=self.training().ratio,
+            costs=costs(self.steps, lost=self._lost),
         )
 
 

@@ -629,6 +629,9 @@ class GeneratorDeployment:
     `asked` returns whether the run was asked to end. Then no replica is started any more, but those that generate stay
     until `stop` is set. `grace_left_s` returns how long the groups in flight may take at the end: if it is left out,
     `run.shutdown_grace_s`.
+
+    If SIGTERM has ended the learner before its last step, the replicas stay for `generator.wait_for_learner_s` seconds,
+    as after a learner that was killed. The next learner continues with them.
     """
 
     def __init__(
@@ -644,8 +647,12 @@ class GeneratorDeployment:
         new_actor: Callable[..., ReplicaActor] = ReplicaActor,
         kept: list[Replica] | None = None,
         watch_every_s: float = WATCH_EVERY_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
+        self._clock = clock
+        self._preempted_s: float | None = None
+        """Time since which the learner is gone because of SIGTERM, on `clock`; None if it is not."""
         self._cluster = cluster
         self._asked = asked
         self._grace_left_s = grace_left_s or (lambda: config.run.shutdown_grace_s)
@@ -708,14 +715,14 @@ class GeneratorDeployment:
             own = await handles.coordinator.call(Coordinator.own_replicas, self._deployment.id, names)
             if line := progress.line(status, own):
                 logger.info("%s", line)
-            if status.state in OVER:
+            if not self._stays(status.state):
                 logger.info("the run is %s", status.state)
                 return status.state
             # `run.stall_timeout_s` limits the time without progress. A learner that closes the run evaluates and saves,
             # and one that restores a checkpoint loads it. Both may take longer. Before the first step, the learner may
             # be started much later than the replicas.
             left = not status.learner_attached and status.version.step > 0
-            may_stall = status.state is RunState.RUNNING or left
+            may_stall = status.state is not RunState.PREEMPTED and (status.state is RunState.RUNNING or left)
             if may_stall and status.quiet_s > self._config.run.stall_timeout_s:
                 raise StallError(
                     f"no group was committed and no step was trained for {status.quiet_s:.0f} s "
@@ -732,3 +739,18 @@ class GeneratorDeployment:
                 async with asyncio.timeout(self._watch_every_s):
                     await stop.wait()
         return None
+
+    def _stays(self, state: RunState) -> bool:
+        """Returns whether the replicas stay in a run with this state: it is not over, or its learner was ended by
+        SIGTERM less than `generator.wait_for_learner_s` seconds ago."""
+        wait_s = self._config.generator.wait_for_learner_s
+        if state is not RunState.PREEMPTED or not wait_s:
+            self._preempted_s = None
+            return state not in OVER
+        if self._preempted_s is None:
+            self._preempted_s = self._clock()
+            logger.info(
+                "SIGTERM has ended the run's learner; waiting for the next one for %g s (generator.wait_for_learner_s)",
+                wait_s,
+            )
+        return self._clock() - self._preempted_s < wait_s

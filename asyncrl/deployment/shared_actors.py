@@ -349,16 +349,19 @@ def end_lost_run(directory: Path, nonce: str) -> None:
 def end_run(name: str) -> list[str]:
     """Ends the run `name` on the joined cluster for good. Returns the names of its shared actors.
 
-    First the coordinator gets the state "failed", unless the learner has ended the run. The run's deployments read it,
-    so that none of them starts again. They get `END_S` seconds to leave. The last one that leaves ends the actors; then
+    First the coordinator gets the state "failed", unless the learner has ended the run, or "stopped" if SIGTERM has
+    ended the learner and generators may wait for the next one. The run's deployments read it, so that none of them
+    starts again or waits. They get `END_S` seconds to leave. The last one that leaves ends the actors; then
     this function kills those that are left. A learner that is being started again at this moment does not read the
     state, and may begin the run again.
     """
     names = _shared_actors(name)
     with contextlib.suppress(RunError):  # there is no such run, or its buffer is dead already
         run = find_run(name)
-        if asyncio.run(run.call(Coordinator.brief_status)).state not in OVER:
-            asyncio.run(run.call(Registry.set_state, RunState.FAILED, "`asyncrl down` ended the run"))
+        state = asyncio.run(run.call(Coordinator.brief_status)).state
+        if state not in OVER or state is RunState.PREEMPTED:
+            ended = RunState.STOPPED if state is RunState.PREEMPTED else RunState.FAILED
+            asyncio.run(run.call(Registry.set_state, ended, "`asyncrl down` ended the run"))
         deadline_s = time.monotonic() + END_S
         while asyncio.run(run.call(Registry.live)) and time.monotonic() < deadline_s:
             time.sleep(POLL_S)  # polls other processes

@@ -24,6 +24,7 @@ from asyncrl.deployment.run_dir import RunDir, processor, provenance
 from asyncrl.deployment.screen import LearnerDisplay
 from asyncrl.deployment.shared_actors import RunHandles
 from asyncrl.learner.audit_records import Began, Machine, PublishedVersion, Record, manifest_digest
+from asyncrl.learner.costs import rank_devices
 from asyncrl.learner.heldout import HeldoutEvaluation, ReplicaClient
 from asyncrl.learner.loop import LearnerLoop
 from asyncrl.learner.penalty_control import first_loss
@@ -205,6 +206,8 @@ class Training:
                 elapsed_s=lambda: time.monotonic() - started_s,
                 state_seconds=self.states.seconds,
                 before=before,
+                ranks=rank_devices(config),
+                earlier=self.log.earlier_time,
             ),
             sinks=self.sinks,
             append_audit=append_audit,

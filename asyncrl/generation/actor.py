@@ -7,6 +7,7 @@ together, for example because their tokenizers differ (F25).
 import asyncio
 import gc
 import logging
+import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -149,6 +150,7 @@ class GeneratorActor:
             metrics=metrics,
             started_s=self._began_s,
             metrics_address=server.address,
+            node=socket.gethostname(),
         )
         return msgspec.structs.replace(engine.processes, shared_memory=[*engine.processes.shared_memory, pointer])
 

@@ -41,6 +41,7 @@ from asyncio_throttle.throttler import Throttler
 
 from asyncrl.buffer.fleet import Cause
 from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, HeldReport, Prefix, Refusal, Ticket
+from asyncrl.common.device_time import Devices, Pool, device_time
 from asyncrl.common.tasks import cancelled
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
@@ -109,6 +110,7 @@ class Generator:
         metrics: GeneratorMetrics,
         started_s: float,
         metrics_address: str = "",
+        node: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -151,7 +153,8 @@ class Generator:
         self._unverified: dict[str, InfraError] = {}
         self._draining = asyncio.Event()
         self._last_token_s = clock()
-        self._metrics_address = metrics_address
+        self._metrics_address, self._node = metrics_address, node
+        self._devices = Devices.of(gpus=config.generator.gpus, processes=config.generator.tensor_parallel_size)
 
     @property
     def version(self) -> Version | None:
@@ -310,12 +313,14 @@ class Generator:
     async def report(self) -> None:
         # Unlike `_admit`, this counts every held ticket, as the buffer does.
         free = 0 if self._draining.is_set() else max(0, self._slots - len(self._held))
-        prompts = self._rollouts.engine.prompt_tokens
+        prompts, seconds = self._rollouts.engine.prompt_tokens, self._states.seconds()
         report = ReplicaReport(
             actor=self._name,
             deployment=self._deployment,
             metrics_address=self._metrics_address,
-            state_seconds=self._states.seconds(),
+            node=self._node,
+            state_seconds=seconds,
+            device_time=(device_time(Pool.GENERATORS, self._devices, seconds),),
             slots=self._slots,
             running_groups=self._running.generating,
             samples=self._delivery.samples,

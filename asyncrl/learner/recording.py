@@ -22,6 +22,7 @@ import xxhash
 from asyncrl.algorithms.value_loss import explained_variance
 from asyncrl.buffer.ledger import Event, Fate, LedgerEntry
 from asyncrl.buffer.records import FailureCount, GroupMeta, Lease, LeasedGroup
+from asyncrl.common.device_time import Devices, DeviceTime, Pool
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
@@ -32,6 +33,7 @@ from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.rows import Rows
 from asyncrl.errors import RunError
 from asyncrl.learner.audit_records import Record, TrainedGroup, TrainedSample, TrainedStep
+from asyncrl.learner.costs import time_until_now
 from asyncrl.learner.records import RecordSink, RunTotals, StepRecord, first_failure, groups_by_reason, in_words
 from asyncrl.learner.sample_records import SAMPLE_COLUMNS, Texts, sample_record
 from asyncrl.learner.saving import Checkpoints
@@ -84,12 +86,16 @@ class StepRecorder:
 
     `elapsed_s` returns the seconds since the start of the run, `state_seconds` the learner's seconds by state. `before`
     is the last record before the run was resumed: totals that processes count from their start continue from it.
+    `ranks` are the devices of the learner and the critic, and `earlier` the device-seconds before the run was resumed;
+    None if they are not known. The records then have no device-seconds.
     """
 
     metrics: LearnerMetrics
     elapsed_s: Callable[[], float]
     state_seconds: Callable[[], dict[str, float]]
     before: StepRecord | None = None
+    ranks: Mapping[Pool, Devices] = field(default_factory=dict)
+    earlier: Sequence[DeviceTime] | None = ()
     _mid_sequence_updates: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -129,6 +135,7 @@ class StepRecorder:
         """Shows the step in the metrics."""
         self.metrics.heartbeat(unix_time_s=time.time())
         self.metrics.versions(learner=step.status.version.step, published=record.published_version)
+        self.metrics.device_time(record.device_time)
         self.metrics.step(
             outcome="trained" if record.trained else "skipped",
             duration_s=record.duration_s,
@@ -146,6 +153,7 @@ class StepRecorder:
         trained = not report.skipped
         tokens_by_staleness = {age: count for age, count in enumerate(report.token_staleness) if count}
         measured = {name: _finite(value) for name, value in _measured(step).items()}
+        state_seconds = self.state_seconds()
         own: dict[str, Any] = {name: measured.pop(name) for name in StepRecord.__struct_fields__ if name in measured}
         return StepRecord(
             step=step.lease.step,
@@ -161,7 +169,7 @@ class StepRecorder:
             mfu_ratio=_mfu_ratio(step),
             generated_samples=status.totals.samples + (before.generated_samples if before else 0),
             generated_tokens=status.account.issued.tokens,
-            learner_state_s=_added(self.state_seconds(), before.learner_state_s if before else {}),
+            learner_state_s=_added(state_seconds, before.learner_state_s if before else {}),
             generator_state_s=_added(mean_states([status.totals]), before.generator_state_s if before else {}),
             buffer_groups=status.groups_by_state,
             ledger_groups={fate.value: amount.groups for fate, amount in status.account.fates.items()},
@@ -176,6 +184,9 @@ class StepRecorder:
                 name: step.findings[name].kind for name in ("advantages", "coefficients") if name in step.findings
             },
             diagnostics={name: _finite(value) for name, value in _diagnostics(step).items()} | measured,
+            device_time=()
+            if self.earlier is None
+            else time_until_now(self.ranks, state_seconds, earlier=self.earlier, generators=status.device_time),
         )
 
     def _weight_updates(self, status: BriefStatus) -> int:

@@ -25,6 +25,7 @@ import msgspec
 
 from asyncrl.buffer.records import FailureCount
 from asyncrl.common.concern import Concern
+from asyncrl.common.device_time import DeviceTime, PoolCost
 from asyncrl.common.version import Version
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import HELDOUT, Config
@@ -175,6 +176,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     its number of groups. `diagnostics` has, by name, the numbers that are not fields of the record: of the step report,
     the loss, the critic, the witness, parity, agents and the samples.
 
+    `device_time` has the device-seconds of each pool since the run began (`asyncrl.learner.costs`); empty if an earlier
+    version of asyncrl wrote this record, or an earlier record of the run.
+
     `reward_components` has the mean of each component of the rewards, without its weight, if the rewards have
     components.
 
@@ -226,6 +230,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     reward_parts: dict[str, float] = {}
     part_groups: dict[str, int] = {}
     witness: dict[str, str] = {}
+    device_time: tuple[DeviceTime, ...] = ()
 
     @property
     def version_after(self) -> int:
@@ -499,7 +504,8 @@ class Summary(RunTotals, frozen=True, kw_only=True):
     `witness_failures` the number of steps, also of other ones, in which it found a larger difference than is accepted.
     `notes` are the health notes at the end of the run. `effective_training_time_ratio` is the share of the wall time
     since the first start in which the steps were trained (`asyncrl.learner.training_time`); None if an earlier version
-    wrote the summary.
+    wrote the summary. `costs` has the device-seconds of each pool up to the end of the last step; empty if they are not
+    known.
     """
 
     steps: int
@@ -529,6 +535,7 @@ class Summary(RunTotals, frozen=True, kw_only=True):
     heldout_last_step: int | None = None
     heldout_numbers: dict[str, float] = {}
     effective_training_time_ratio: float | None = None
+    costs: tuple[PoolCost, ...] = ()
 
     def heldout_ends(self) -> dict[str, HeldoutEnds]:
         """Returns the first and the last evaluation of each held-out set by name, with the set of every run first."""
@@ -736,6 +743,7 @@ def build_summary(
     lost: Sequence[StepRecord] = (),
     notes: Sequence[Note] = (),
     effective_training_time_ratio: float | None = None,
+    costs: Sequence[PoolCost] = (),
 ) -> Summary:
     """Returns the summary of a run that was resumed `restarts` times and has `lost` the records of `LOST_STEPS`.
     `notes` are its health notes. Raises RunError when no step was trained."""
@@ -779,6 +787,7 @@ def build_summary(
         witness_failures=sum((record.witness_ratio or 0.0) > 1 for record in steps),
         notes=tuple(notes),
         effective_training_time_ratio=effective_training_time_ratio,
+        costs=tuple(costs),
     )
 
 

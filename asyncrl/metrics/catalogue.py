@@ -11,7 +11,7 @@ type checker refuses a metric that does not exist, and an amount for a gauge.
 Conventions: the prefix `asyncrl_`, base units, `_total` on counters, and counters instead of gauges of rates. Every
 label has a bounded set of values. Either the values are listed here, or they belong to the user or to another layer
 (environments, failure reasons, phases); then `recorders.py` limits them to `MAX_OPEN_VALUES`. The labels `run`,
-`role` and `replica` come from service discovery, so no metric declares them.
+`role`, `replica` and `node` come from service discovery, so no metric declares them.
 """
 
 from collections.abc import Mapping
@@ -180,6 +180,16 @@ class Run:
         "Effective training time ratio (ETTR): the share of the wall time since the first start of the run in which "
         "its steps were trained. Starts, steps that were trained again after a crash, and the time without a learner "
         "are not in this share.",
+    )
+    device_seconds_total = CounterMetric(
+        LEARNER,
+        "asyncrl_device_seconds_total",
+        "Device-seconds of each pool since the run began, up to the last step: GPU-seconds (`device` is `gpu`), or "
+        "seconds of processes on CPUs (`process`). `starting`: the processes started. `waiting`: the learner and its "
+        "critic waited for groups, or slots of an engine generated nothing. `working`: the rest. A run that is resumed "
+        "goes on with the sums of its records, so the largest value of all learners is that of the run.",
+        {"pool": None, "device": None, "part": None},
+        own_unit="device-seconds",
     )
     run_resumed_timestamp_seconds = GaugeMetric(
         LEARNER,

@@ -1,8 +1,8 @@
 """Service discovery: lists the run's metrics endpoints for Prometheus.
 
 Prometheus reads the list from a file (`file_sd_configs`) or over HTTP (`http_sd_configs`): the learner's metrics server
-answers `GET /sd` with the same list. The list gives every series the labels `run`, `role` and `replica`. The file is
-replaced as a whole, so Prometheus never reads an incomplete list.
+answers `GET /sd` with the same list. The list gives every series the labels `run`, `role`, `replica` and `node`. The
+file is replaced as a whole, so Prometheus never reads an incomplete list.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,16 +23,18 @@ separate job.
 
 class Target(msgspec.Struct, frozen=True, kw_only=True, order=True):
     """One endpoint. `role` is a role of the catalogue or `RAY`. `replica` distinguishes the processes of one role, for
-    example `generator-0`."""
+    example `generator-0`. `node` is the host name of the node of the process, as Ray shows it; in a container, that of
+    the container."""
 
     role: str
     replica: str
     address: str
+    node: str
 
 
-def targets_of(addresses: Mapping[str, str]) -> list[Target]:
-    """Returns targets for addresses by process name. A name starts with the role: `learner`, `generator-0`."""
-    return [Target(role=name.partition("-")[0], replica=name, address=address) for name, address in addresses.items()]
+def process_target(name: str, address: str, *, node: str) -> Target:
+    """Returns the target of a process. Its name starts with its role: `learner`, `generator-0`."""
+    return Target(role=name.partition("-")[0], replica=name, address=address, node=node)
 
 
 def ray_targets(nodes: Iterable[Mapping[str, Any]]) -> list[Target]:
@@ -42,14 +44,18 @@ def ray_targets(nodes: Iterable[Mapping[str, Any]]) -> list[Target]:
         host, port = node["NodeManagerAddress"], node["MetricsExportPort"]
         if node["Alive"] and port > 0:
             address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            targets.append(Target(role=RAY, replica=f"ray-{node['NodeID'][:8]}", address=address))
+            name = f"ray-{node['NodeID'][:8]}"
+            targets.append(Target(role=RAY, replica=name, address=address, node=node["NodeManagerHostname"]))
     return sorted(targets)
 
 
 def target_groups(*, run: str, targets: Iterable[Target]) -> bytes:
     """Returns these targets in the JSON format of Prometheus' service discovery, in a stable order."""
     groups = [
-        {"targets": [target.address], "labels": {"run": run, "role": target.role, "replica": target.replica}}
+        {
+            "targets": [target.address],
+            "labels": {"run": run, "role": target.role, "replica": target.replica, "node": target.node},
+        }
         for target in sorted(targets)
     ]
     return msgspec.json.format(msgspec.json.encode(groups), indent=2) + b"\n"

@@ -26,6 +26,7 @@ from asyncrl.buffer.ledger import OPEN_FATES, TOKEN_EVENTS, Account
 from asyncrl.buffer.records import Counts, GroupMeta
 from asyncrl.buffer.staleness import Limits
 from asyncrl.common.concern import Concern
+from asyncrl.common.device_time import DeviceTime
 from asyncrl.config.load import flat_config
 from asyncrl.config.parts import environment_name
 from asyncrl.config.schema import Config
@@ -386,6 +387,14 @@ class LearnerMetrics(ProcessMetrics):
     def effective_training_time(self, ratio: float) -> None:
         """Records the share of the run's wall time in which its steps were trained."""
         self._instruments.set(catalogue.Run.run_effective_training_time_ratio, ratio)
+
+    def device_time(self, times: Iterable[DeviceTime]) -> None:
+        """Records the device-seconds of each pool since the run began."""
+        for time in times:
+            parts = {"starting": time.starting_s, "waiting": time.waiting_s, "working": time.working_s}
+            for part, total_s in parts.items():
+                labels = {"pool": time.pool.value, "device": time.device.value, "part": part}
+                self._instruments.raise_to(catalogue.Run.device_seconds_total, total_s, **labels)
 
     def health(self, notes: Iterable[Concern]) -> None:
         """Records the health notes that the run has now."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from asyncrl.common.device_time import Device, Pool
 from asyncrl.learner.records import HeldoutEnds, Summary
 from asyncrl.views.compare_curves import of_set
 from asyncrl.views.compared_runs import UNKNOWN, Compared, Group, Row
@@ -45,10 +46,42 @@ def totals_of(runs: Sequence[Compared]) -> list[Total]:
         Total("trained samples per second", lambda total: total.samples_per_s),
         Total("seconds", lambda total: total.wall_s),
         Total("effective training time, share of the wall time", lambda total: total.effective_training_time_ratio),
+        *(
+            Total(f"{device.words} of the {pool}{what}", partial(_cost_of, pool=pool, device=device, part=part))
+            for pool, device in _cost_pools(runs)
+            for part, what in COST_PARTS.items()
+        ),
         Total("trained tokens", lambda total: total.trained_tokens, tested=False),
         Total("effective sample size, mean", lambda total: total.ess_ratio_mean),
     ]
     return [each for each in found if any(_values(each, runs))]
+
+
+COST_PARTS = {
+    "device_s": "",
+    "per_token_s": " for each trained token",
+    "starting_s": ", starts",
+    "waiting_s": ", waiting",
+    "again_s": ", steps that were trained again",
+    "skipped_s": ", steps that were skipped",
+}
+"""The numbers of a pool's cost (`PoolCost`), with what follows the unit and the pool in their names."""
+
+
+def _cost_pools(runs: Sequence[Compared]) -> list[tuple[Pool, Device]]:
+    """Returns the pools of the runs whose costs are known, with what each counts."""
+    return [*dict.fromkeys((spent.pool, spent.device) for run in runs for spent in run.summary.costs)]
+
+
+def _cost_of(total: Summary, *, pool: Pool, device: Device, part: str) -> float | None:
+    found = (getattr(spent, part) for spent in total.costs if (spent.pool, spent.device) == (pool, device))
+    value: float | None = next(found, None)
+    return value
+
+
+def _cost_text(total: Summary, *, pool: Pool, device: Device, part: str) -> str:
+    value = _cost_of(total, pool=pool, device=device, part=part)
+    return UNKNOWN if value is None else number(value)
 
 
 def _heldout_numbers(runs: Sequence[Compared]) -> list[tuple[str, str | None]]:
@@ -179,6 +212,11 @@ def totals(runs: Sequence[Compared]) -> list[Row]:
         row("trained samples per second", lambda total: number(total.samples_per_s)),
         row(
             "effective training time", lambda total: optional(total.effective_training_time_ratio, text="{:.0%}".format)
+        ),
+        *(
+            row(f"{device.words} of the {pool}{what}", partial(_cost_text, pool=pool, device=device, part=part))
+            for pool, device in _cost_pools(runs)
+            for part, what in COST_PARTS.items()
         ),
         row("trained tokens", lambda total: number(total.trained_tokens)),
         row("oldest trained token, versions", lambda total: f"{total.max_token_staleness} of {total.staleness_limit}"),

@@ -2,7 +2,7 @@
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from asyncrl.views.quantities import change, duration, moment, number
+from asyncrl.views.quantities import change, cost, duration, moment, number
 
 TEMPLATES = Environment(
     loader=PackageLoader("asyncrl.views", ""),
@@ -18,4 +18,4 @@ TEMPLATES.filters |= {
     "px": "{:.1f}".format,
     "thousands": "{:,}".format,
 }
-TEMPLATES.globals["change"] = change
+TEMPLATES.globals |= {"change": change, "cost": cost}

@@ -2,6 +2,7 @@
 
 from datetime import UTC, datetime
 
+from asyncrl.common.device_time import PoolCost
 from asyncrl.learner.records import HeldoutEnds
 
 _HELD_OUT = {
@@ -62,6 +63,24 @@ def change(first: float | None, last: float | None) -> str:
     if first is None:
         return "–"
     return f"{first:.2f} at the start" if last is None else f"{first:.2f} → {last:.2f}"
+
+
+def cost(spent: PoolCost) -> str:
+    """Returns the device-seconds of a pool as text, with their lost parts.
+
+    >>> parts = {"device_s": 2000.0, "starting_s": 100.0, "waiting_s": 500.0, "again_s": 0.0, "skipped_s": 0.0}
+    >>> cost(PoolCost(pool=Pool.LEARNER, device=Device.GPU, per_token_s=0.02, **parts))
+    '2k GPU-seconds, 0.02 for each trained token; 5% starts, 25% waiting'
+    """
+    lost = {
+        "starts": spent.starting_s,
+        "waiting": spent.waiting_s,
+        "steps that were trained again": spent.again_s,
+        "steps that were skipped": spent.skipped_s,
+    }
+    shares = [f"{part / spent.device_s:.0%} {what}" for what, part in lost.items() if spent.device_s > 0 and part > 0]
+    each = "" if spent.per_token_s is None else f", {number(spent.per_token_s)} for each trained token"
+    return f"{number(spent.device_s)} {spent.device.words}{each}" + (f"; {', '.join(shares)}" if shares else "")
 
 
 def held_out(ends: HeldoutEnds) -> str:

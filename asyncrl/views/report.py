@@ -25,6 +25,7 @@ from asyncrl.atomic_write import write_atomically
 from asyncrl.buffer.records import FailureCount
 from asyncrl.config.schema import Config
 from asyncrl.errors import FileRefused, RunError
+from asyncrl.learner.costs import costs
 from asyncrl.learner.records import (
     LOST_STEPS,
     EvalRecord,
@@ -76,7 +77,13 @@ class RunRecords:
         failures = groups_by_reason(self.failures)
         training = training_time(self.steps, lost=self.lost, wall_s=self.wall_s)
         return run_view(
-            self.steps, recent=False, evals=self.evals, setting=self.setting, failures=failures, training=training
+            self.steps,
+            recent=False,
+            evals=self.evals,
+            setting=self.setting,
+            failures=failures,
+            training=training,
+            costs=costs(self.steps, lost=self.lost),
         )
 
     @property
@@ -87,12 +94,14 @@ class RunRecords:
     @property
     def totals(self) -> Summary | None:
         """The summary. For a run that is still running or has failed, it is computed from the records so far. None
-        without a trained step. Its effective training time ratio is that of `view` in both cases: the run writes its
-        summary some seconds before it has ended."""
+        without a trained step. Its effective training time ratio and its costs are those of `view` in both cases: the
+        run writes its summary some seconds before it has ended."""
         found = self.summary or _summary_so_far(self)
         if found is None or self.view.training is None:
             return found
-        return msgspec.structs.replace(found, effective_training_time_ratio=self.view.training.ratio)
+        return msgspec.structs.replace(
+            found, effective_training_time_ratio=self.view.training.ratio, costs=tuple(self.view.costs)
+        )
 
 
 def read_run(path: Path, *, info: RunInfo | None = None) -> RunRecords:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from asyncrl.common.device_time import PoolCost
 from asyncrl.common.roles import Role, RunState
 from asyncrl.coordinator.registry import mean_states
 from asyncrl.coordinator.status import RunStatus
@@ -62,7 +63,8 @@ class RunView:
       `oldest_token_versions` is the largest staleness of a token in the last trained step.
     - Of all steps: their numbers, their mean and lowest effective sample size, `rewards` (the mean rewards, oldest
       first; of many steps, some of them) and `evals` (all held-out evaluations).
-    - `training` is the wall time of the run since its first start, with the share of it that trained the run.
+    - `training` is the wall time of the run since its first start, with the share of it that trained the run, and
+      `costs` are the device-seconds of its pools.
     - `notes` are the health notes, the most urgent first (`asyncrl.views.health`).
 
     `groups` maps fates to numbers of groups, `buffer_groups` the states of the buffer's slots. `failures` is the number
@@ -104,6 +106,7 @@ class RunView:
     generator_shares: Mapping[str, float] | None = None
     room: bool | None = None
     training: TrainingTime | None = None
+    costs: Sequence[PoolCost] = ()
 
     @property
     def heldout(self) -> dict[str, list[HeldoutReward]]:
@@ -125,16 +128,18 @@ def run_view(
     failures: Mapping[str, int] | None = None,
     status: RunStatus | None = None,
     training: TrainingTime | None = None,
+    costs: Sequence[PoolCost] = (),
 ) -> RunView:
     """Returns the view of the run with these records. It covers the last `RECENT_STEPS` steps if `recent`, else all.
 
-    `failures` is the number of failed groups by reason, and `training` the wall time of the run. With the buffer's
+    `failures` is the number of failed groups by reason, `training` the wall time of the run, and `costs` the
+    device-seconds of its pools. With the buffer's
     `status`, the failures, the groups by fate and in the buffer, the versions and the time without progress come from
     it; and, unless `recent`, the shares of time, because the buffer knows them also before the first step and after the
     last one.
     """
     known = setting or Setting()
-    view = RunView(evals=evals, failures=failures or {}, room=known.room, training=training)
+    view = RunView(evals=evals, failures=failures or {}, room=known.room, training=training, costs=costs)
     if steps:
         view = _with_last_steps(view, steps, known.total_steps)
         view = _with_all_steps(view, steps)

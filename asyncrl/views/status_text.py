@@ -12,7 +12,7 @@ from asyncrl.coordinator.status import RunStatus
 from asyncrl.learner.records import heldout_ends, in_words, shares_of
 from asyncrl.views.headline import bottleneck_of, headline
 from asyncrl.views.health_finds import failed_share
-from asyncrl.views.quantities import duration, held_out, held_out_numbers
+from asyncrl.views.quantities import cost, duration, held_out, held_out_numbers
 from asyncrl.views.run_view import RunView
 
 
@@ -55,6 +55,7 @@ def status_lines(status: RunStatus, run: RunView, *, now: datetime) -> list[str]
             f"effective sample size of the steps: mean {run.ess_ratio_mean:.3f}, lowest {run.ess_ratio_lowest:.3f}"
         )
     lines += _training_time(run)
+    lines += [f"device time of the {spent.pool}: {cost(spent)}" for spent in run.costs]
     lines += _heldout(run)
     lines += [
         f"deployment {deployment.id}: pid {deployment.pid} on {deployment.host}" for deployment in status.deployments
@@ -84,9 +85,10 @@ def status_json(status: RunStatus, run: RunView, *, now: datetime) -> bytes:
 
     The key `as_of` has the time of the status, ISO 8601. The key `since_start` has the shares of time by state since
     the start, without the time in which the processes started; the bottleneck, the headline, the health notes, the
-    mean and the lowest effective sample size of the steps, and the `training_time` with its parts in seconds and the
-    effective training time ratio. Null means not known. The key `heldout` has the rewards of
-    the first and the last evaluation of each held-out set, with their steps, and the other numbers of the last one.
+    mean and the lowest effective sample size of the steps, the `training_time` with its parts in seconds and the
+    effective training time ratio, and the `costs` of each pool in device-seconds. Null means not known. The key
+    `heldout` has the rewards of the first and the last evaluation of each held-out set, with their steps, and the other
+    numbers of the last one.
     """
     since_start = {
         "learner_shares": run.learner_shares,
@@ -98,6 +100,7 @@ def status_json(status: RunStatus, run: RunView, *, now: datetime) -> bytes:
         "ess_ratio_lowest": run.ess_ratio_lowest,
         "training_time": run.training,
         "effective_training_time_ratio": None if run.training is None else run.training.ratio,
+        "costs": run.costs,
     }
     known = {"as_of": now, "since_start": since_start, "heldout": heldout_ends(run.evals)}
     return msgspec.json.encode(msgspec.to_builtins(status) | known)

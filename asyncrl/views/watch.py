@@ -8,6 +8,7 @@ from pathlib import Path
 from asyncrl.common.roles import Role, RunState
 from asyncrl.coordinator.status import RunStatus
 from asyncrl.errors import RunEnded, RunError
+from asyncrl.learner.costs import costs
 from asyncrl.learner.records import (
     LOST_STEPS,
     EvalRecord,
@@ -90,6 +91,7 @@ def view_since_start(run_dir: Path, status: RunStatus) -> RunView:
         setting=setting_at(run_dir),
         status=status,
         training=training_time(steps, lost=lost, wall_s=info.wall_s(time.time())),
+        costs=costs(steps, lost=lost),
     )
 
 

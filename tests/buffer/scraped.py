@@ -25,7 +25,7 @@ class Scraped:
 
 async def scraped(coordinator: Coordinator) -> Scraped:
     """Scrapes the endpoint of a coordinator that was started."""
-    url = f"http://{coordinator.registry.endpoints[COORDINATOR]}/metrics"
+    url = f"http://{coordinator.registry.endpoints[COORDINATOR].address}/metrics"
 
     def read() -> str:
         with urllib.request.urlopen(url, timeout=DEADLINE_S) as response:

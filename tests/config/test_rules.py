@@ -180,6 +180,11 @@ _LIMITS = [
         "generator.replicas = 4: must be at most generator.autoscale.max = 3",
     ),
     (
+        ["generator.wait_for_learner_s=60", "data_plane.backend=transfer_queue"],
+        ["generator.wait_for_learner_s=60"],
+        "generator.wait_for_learner_s = 60: must be 0 with data_plane.backend = transfer_queue",
+    ),
+    (
         ["generator.tensor_parallel_size=2", "generator.gpus=1"],
         ["generator.tensor_parallel_size=2", "generator.gpus=2"],
         "must equal generator.gpus = 1",

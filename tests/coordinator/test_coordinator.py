@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ from asyncrl.buffer.records import (
     Reservation,
 )
 from asyncrl.buffer.replay_buffer import ReplayBuffer
+from asyncrl.common.device_time import Device, Devices, DeviceTime, Pool, device_time
 from asyncrl.common.names import COORDINATOR
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Lineage, Version
@@ -383,18 +385,19 @@ async def test_endpoints_are_those_of_replicas_that_have_one_until_they_leave() 
     clock = Clock()
     coordinator = await started(ClearedRows(), clock)
     for name, address in (("a", "127.0.0.1:1"), ("b", "127.0.0.1:2"), ("starting", "")):
-        report = msgspec.structs.replace(report_of(name), metrics_address=address)
+        report = msgspec.structs.replace(report_of(name), metrics_address=address, node=f"node-{name}")
         await coordinator.heartbeat(name, NOW, 2, progress_of(), report)
     own = {COORDINATOR: coordinator.status().targets[COORDINATOR]}
     assert coordinator.status().targets == own | {"a": "127.0.0.1:1", "b": "127.0.0.1:2"}
+    nodes = {process: endpoint.node for process, endpoint in coordinator.registry.endpoints.items()}
+    assert nodes == {COORDINATOR: socket.gethostname(), "a": "node-a", "b": "node-b"}
     await coordinator.leave("a")
     assert coordinator.status().targets == own | {"b": "127.0.0.1:2"}, (
         "the replica has left, although its report is kept"
     )
     await clock.passes(SILENT_S)
-    assert coordinator.registry.endpoints_since(0).addresses == coordinator.status().targets == own, (
-        "it is silent for too long"
-    )
+    assert coordinator.status().targets == own, "it is silent for too long"
+    assert list(coordinator.registry.endpoints_since(0).endpoints) == [COORDINATOR]
 
 
 @pytest.mark.asyncio
@@ -727,6 +730,66 @@ async def test_no_learner_takes_over_a_run_that_is_over(state: RunState) -> None
     with contextlib.nullcontext() if state is RunState.CLOSING else pytest.raises(LearnerNotRestored):
         restores()  # a learner that was killed while it closed the run may go on
     assert (await coordinator.attach(generator, shared=SHARED)).incarnation == 1
+
+
+@pytest.mark.asyncio
+async def test_the_next_learner_continues_a_preempted_run_with_the_generators_that_wait_for_it() -> None:
+    coordinator = made(ClearedRows())
+    snapshot = await trained_once(coordinator)
+    generator = Deployment(id="g", role=Role.GENERATOR, host="h", pid=8)
+    await coordinator.attach(generator, shared=SHARED)
+    coordinator.set_state(1, RunState.PREEMPTED)
+    assert not coordinator.registry.detach(FIRST.id)
+    with pytest.raises(LearnerNotRestored, match=r"has trained 1 steps.*asyncrl down"):
+        coordinator.check_attach(SECOND, shared=SHARED)
+    with pytest.raises(RunLocked, match="start the learner first"):
+        coordinator.check_attach(msgspec.structs.replace(generator, id="late"), shared=SHARED)
+    restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)))
+    assert (await coordinator.attach(SECOND, shared=SHARED, restored=restored)).incarnation == 2
+    assert coordinator.registry.state is RunState.STARTING
+    coordinator.check_attach(msgspec.structs.replace(generator, id="late"), shared=SHARED)
+    coordinator.set_state(2, RunState.PREEMPTED)
+    coordinator.registry.detach(SECOND.id)
+    assert coordinator.registry.detach(generator.id), "the last one that stops waiting ends the run's actors"
+    with pytest.raises(RunLocked, match="start this command again"):
+        coordinator.check_attach(FIRST, shared=SHARED, restores=True)
+
+
+@pytest.mark.asyncio
+async def test_generators_that_outlive_a_learner_and_those_of_an_earlier_coordinator_are_each_counted_once() -> None:
+    def spent(seconds: float) -> tuple[DeviceTime, ...]:
+        return (device_time(Pool.GENERATORS, Devices.of(gpus=2.0, processes=1), {"generating": seconds}),)
+
+    async def report(coordinator: Coordinator, seconds: float) -> float:
+        report = msgspec.structs.replace(report_of("a"), device_time=spent(seconds))
+        await coordinator.heartbeat("a", NOW, 2, progress_of(), report)
+        [time] = coordinator.brief_status().device_time
+        return time.total_s
+
+    now_s = 0.0
+    first = made(ClearedRows(), clock=lambda: now_s)
+    snapshot = await trained_once(first)
+    assert await report(first, 10.0) == 20.0
+    ranks = DeviceTime(pool=Pool.LEARNER, device=Device.GPU, working_s=7.0)
+    restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)), device_time=(ranks, *spent(9.0)))
+    now_s = SILENT_S
+    await first.attach(SECOND, shared=SHARED, restored=restored)
+    assert await report(first, 30.0) == 60.0, "this coordinator has all of their time"
+    second = made(ClearedRows())
+    await second.attach(SECOND, shared=SHARED, restored=restored)
+    assert [time.total_s for time in second.brief_status().device_time] == [18.0]
+    assert await report(second, 1.0) == 20.0
+
+
+@pytest.mark.asyncio
+async def test_a_learner_without_a_checkpoint_begins_a_run_that_was_preempted_before_its_first_step() -> None:
+    coordinator = made(ClearedRows())
+    await coordinator.attach(FIRST, shared=SHARED)
+    await coordinator.attach(Deployment(id="g", role=Role.GENERATOR, host="h", pid=8), shared=SHARED)
+    coordinator.set_state(1, RunState.PREEMPTED)
+    coordinator.registry.detach(FIRST.id)
+    assert (await coordinator.attach(SECOND, shared=SHARED)).incarnation == 2
+    assert coordinator.registry.state is RunState.STARTING
 
 
 @pytest.mark.asyncio

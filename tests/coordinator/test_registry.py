@@ -171,7 +171,7 @@ def test_no_deployment_attaches_after_the_last_one_has_left() -> None:
         members.check(deployment("g2", Role.GENERATOR), shared=shared)
 
 
-@pytest.mark.parametrize("state", [RunState.FINISHED, RunState.FAILED])
+@pytest.mark.parametrize("state", [RunState.FINISHED, RunState.STOPPED, RunState.FAILED])
 def test_no_other_generator_enters_a_run_that_is_over(state: RunState) -> None:
     members = registry(Clock())
     shared = {"staleness.max_versions": 2, "run.seed": 0}

@@ -116,7 +116,7 @@ class Run:
             "prompts": snapshot.prompts,
             "ledger": self.coordinator.ledger_entry(status.version.incarnation),
             "own": self.coordinator.own_replicas("g", ["a", "b"]),
-            "endpoints": (endpoints.serial, sorted(endpoints.addresses)),
+            "endpoints": (endpoints.serial, sorted(endpoints.endpoints)),
             "nonce": self.coordinator.registry.run_nonce(),
             "cleared": sorted(self.cleared),
         }

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import msgspec
 import pytest
 from buffer_scenes import Clock, Scene
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from asyncrl.buffer.fleet import Fleet, actor_of
 from asyncrl.buffer.records import Failure, Refusal, Reservation, Ticket
+from asyncrl.common.device_time import Device, Devices, Pool, device_time
 from asyncrl.common.version import Version
 from asyncrl.coordinator.registry import ReplicaReport, Replicas, ReplicaView
 from asyncrl.errors import FailureClass
@@ -159,6 +161,26 @@ def test_replicas_that_are_gone_for_long_are_kept_as_one_sum(silent: bool) -> No
     gone = reports["gone replicas"]
     assert (gone.replicas, gone.completion_tokens, gone.weight_updates, gone.parity_max_nats) == (4, 60, 4, 3 / 8)
     assert (gone.prompt_tokens, gone.cached_prompt_tokens) == (24, 18)
+
+
+def test_the_device_time_of_the_generators_is_the_integral_over_all_replicas_that_existed() -> None:
+    """Replica a has one GPU and is started again, b has four and is drained, c runs on CPUs. All beat every second."""
+    scene = Seen()
+    lives = {"a": (0, 5, 1.0), "a.2": (7, 20, 1.0), "b": (3, 9, 4.0), "c": (0, 20, 0.0)}
+    for now_s in range(1, 21):
+        for actor, (begun_s, ended_s, gpus) in lives.items():
+            if begun_s < now_s <= ended_s:
+                scene.heard(actor, version=Version(1, 0), free_slots=2)
+                states = {"generating": float(now_s - begun_s)}
+                time = device_time(Pool.GENERATORS, Devices.of(gpus=gpus, processes=2), states)
+                scene.replicas.reported(msgspec.structs.replace(report(1, actor=actor), device_time=(time,)))
+        if now_s == 9:
+            scene.buffer.fleet.retire("b")
+            scene.replicas.forget("b")
+    times = {time.device: time.total_s for time in scene.replicas.totals.device_time}
+    assert times == {Device.GPU: 1.0 * (5 + 13) + 4.0 * 6, Device.PROCESS: 2.0 * 20}
+    by_replica = [time.total_s for each in scene.replicas.reports.values() for time in each.device_time]
+    assert sum(by_replica) == sum(times.values())
 
 
 def test_replicas_that_were_all_silent_for_a_while_are_counted_once() -> None:

@@ -26,7 +26,7 @@ from queries import (
 from asyncrl.metrics.catalogue import CATALOGUE, Kind, Metric, Role, ScrapedMetric
 
 QUESTIONS = [*panel_questions(), *annotation_questions(), *variable_questions(), *rule_questions()]
-DISCOVERED = {"run", "role", "replica", "instance"}
+DISCOVERED = {"run", "role", "replica", "node", "instance"}
 OTHERS = ("vllm:", "ray_")
 BUILT_IN = {"up", "ALERTS"}
 

@@ -20,6 +20,8 @@ from asyncrl.metrics.catalogue import CATALOGUE, Kind, Metric, Role
 
 RUNS = ("one", "two")
 REPLICAS = {Role.LEARNER: ("learner",), Role.BUFFER: ("buffer",), Role.GENERATOR: ("generator-0", "generator-1")}
+NODES = {"learner": "a1", "buffer": "a1", "generator-0": "a1", "generator-1": "b2"}
+"""The node of each process, and so the label `node` of its series."""
 OPEN_VALUES = ("x", "y")
 SCRAPES = 300
 """Number of scrapes, one every 7 s: more than half an hour."""
@@ -121,20 +123,23 @@ def input_series() -> list[dict[str, str]]:
     for run, metric in product(RUNS, CATALOGUE):
         for role in metric.roles:
             for replica, labels in product(REPLICAS[role], combinations(metric)):
-                discovered = {"run": run, "role": role.value, "replica": replica}
+                discovered = {"run": run, "role": role.value, "replica": replica, "node": NODES[replica]}
                 series += [scraped(name, discovered | more) for name, more in samples_of(metric, labels)]
     for run, replica, (name, (label, values)) in product(RUNS, REPLICAS[Role.GENERATOR], OTHERS.items()):
-        series += [scraped(name, {"run": run, "replica": replica, label: value}) for value in values]
+        discovered = {"run": run, "replica": replica, "node": NODES[replica]}
+        series += [scraped(name, discovered | {label: value}) for value in values]
     for run, role in product(RUNS, Role):
-        ups = [scraped("up", {"run": run, "role": role.value, "replica": replica}) for replica in REPLICAS[role]]
+        ups = [
+            scraped("up", {"run": run, "role": role.value, "replica": replica, "node": NODES[replica]})
+            for replica in REPLICAS[role]
+        ]
         series += [up | {"values": f"0x{SCRAPES}"} for up in ups]
     firing = {"alertname": "AsyncrlTest", "alertstate": "firing"}
     series += [scraped("ALERTS", firing | {"run": run}) for run in RUNS]
-    for node, (name, labels) in product(("ray-1", "ray-2"), RAYS):
-        series += [
-            scraped(name, labels | {"instance": node, "run": run, "role": "ray", "replica": node}) for run in RUNS
-        ]
-        series += [scraped(name, labels | {"instance": f"pod-of-{node}"})]
+    for (ray, node), (name, labels) in product({"ray-1": "a1", "ray-2": "b2"}.items(), RAYS):
+        discovered = {"instance": ray, "role": "ray", "replica": ray, "node": node}
+        series += [scraped(name, labels | discovered | {"run": run}) for run in RUNS]
+        series += [scraped(name, labels | {"instance": f"pod-of-{ray}", "node": f"pod-of-{ray}"})]
     return series
 
 

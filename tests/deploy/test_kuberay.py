@@ -325,7 +325,10 @@ def test_prometheus_asks_for_a_run_again_while_the_learner_of_one_that_ended_wai
 def test_ray_is_scraped_once_although_its_pods_are_monitored_and_the_learner_lists_its_nodes(
     base: list[dict[str, Any]],
 ) -> None:
-    port = one("PodMonitor", base)["spec"]["podMetricsEndpoints"][0]["port"]
+    [endpoint] = one("PodMonitor", base)["spec"]["podMetricsEndpoints"]
+    # the run's list names the pod of each process as its node, and so does the job of Ray's nodes
+    assert {"sourceLabels": ["__meta_kubernetes_pod_name"], "targetLabel": "node"} in endpoint["relabelings"]
+    port = endpoint["port"]
     for name, group in groups(one("RayCluster", base)).items():
         assert port in {each["name"] for each in container(group["template"])["ports"]}, name
     assert one("ScrapeConfig", base)["spec"]["relabelings"] == [

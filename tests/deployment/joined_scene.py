@@ -44,7 +44,7 @@ class OneProcessCluster:
             config=config, tasks=tasks, rows=NoRows(), started_s=0.0, clock=lambda: self.now_s
         )
         registry = self.coordinator.registry
-        registry.set_endpoint("buffer", "127.0.0.1:2")
+        registry.set_endpoint("buffer", "127.0.0.1:2", node="h")
         # With this generator a learner is never the last deployment that leaves, which would end Ray's actors.
         registry.attach(Deployment(id="generator-1", role=Role.GENERATOR, host="h", pid=1))
         self.calls: list[Call] = []

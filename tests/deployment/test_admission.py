@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 from asyncrl.cli import start
 from asyncrl.cli.main import app
 from asyncrl.common.names import COORDINATOR, WEIGHTS
-from asyncrl.common.roles import Role
+from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import Call, perform
 from asyncrl.coordinator.coordinator import Coordinator
-from asyncrl.coordinator.registry import Deployment, Registry
+from asyncrl.coordinator.registry import OVER, Deployment, Registry
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane import calls
 from asyncrl.data_plane.calls import control_placement
@@ -221,6 +221,35 @@ def test_a_run_that_no_learner_can_continue_is_ended_from_its_own_directory_only
     shared_actors.end_lost_run(Path("runs/quick"), nonce)
     assert ended == ["quick"]
     assert next(ids, "asked until it had ended") == "asked until it had ended"
+
+
+@pytest.mark.parametrize(
+    ("state", "then"),
+    [
+        (RunState.RUNNING, RunState.FAILED),
+        (RunState.PREEMPTED, RunState.STOPPED),
+        (RunState.FINISHED, RunState.FINISHED),
+    ],
+)
+def test_down_ends_a_run_also_if_its_generators_wait_for_a_learner(
+    state: RunState, then: RunState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = Registry(shared={}, timeout_s=10.0, clock=lambda: 0.0)
+    members.attach(Deployment(id="g", role=Role.GENERATOR, host="h", pid=1))
+    members.set_state(state)
+
+    async def call(method: Any, *arguments: Any) -> Any:
+        if method is Coordinator.brief_status:
+            return SimpleNamespace(state=members.state)
+        if method is Registry.live and members.state in OVER and members.state is not RunState.PREEMPTED:
+            members.detach("g")  # the generator reads the state, and leaves
+        return method(members, *arguments)
+
+    monkeypatch.setattr(shared_actors, "find_run", lambda _: SimpleNamespace(call=call))
+    monkeypatch.setattr(shared_actors, "_shared_actors", lambda _: [])
+    monkeypatch.setattr(shared_actors, "END_S", 1e-9)
+    shared_actors.end_run("quick")
+    assert (members.state, members.live()) == (then, [])
 
 
 class AttachedCluster:

@@ -1,6 +1,8 @@
 """A generator deployment requests the resources of the config from Ray, and sends heartbeats from its start on."""
 
 import asyncio
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -257,3 +259,71 @@ async def test_replicas_stay_after_a_request_to_end_until_the_deployment_ends_an
         assert await deployment.run(stop) is None
     assert looks == [2] * 5, "none is started again"
     assert actors.killed == actors.made
+
+
+class Preempted:
+    """The answers of a run whose learner SIGTERM has ended. `clock` moves by 10 s with each of them, and `states` has
+    their states. The last one stays."""
+
+    def __init__(self, states: Sequence[RunState]) -> None:
+        self.states, self.asked, self.now_s = states, 0, 0.0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def status(self) -> RunStatus:
+        state = self.states[min(self.asked, len(self.states) - 1)]
+        self.asked, self.now_s = self.asked + 1, self.now_s + 10.0
+        gone = state is RunState.PREEMPTED
+        return make_status(state=state, quiet_s=1e6 * gone, learner_attached=not gone, version=Version(1, 3))
+
+
+async def run_of(states: Sequence[RunState], *, wait_s: float) -> tuple[RunState | None, int]:
+    """Runs a deployment that asks a run with these states. Returns its last state, and how often it has asked."""
+    config = Config.model_validate({"generator": {"wait_for_learner_s": wait_s}})
+    cluster, run = OneProcessCluster(config), Preempted(states)
+    cluster.answers["brief_status"] = run.status
+    async with asyncio.timeout(60):
+        deployment = deployment_of(config, cluster=cluster, watch_every_s=0.0, clock=run.clock)
+        return await deployment.run(asyncio.Event()), run.asked
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("wait_s", "asked"), [(0.0, 1), (25.0, 4)])
+async def test_a_deployment_waits_for_the_next_learner_only_as_long_as_it_should(
+    wait_s: float, asked: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert await run_of([RunState.PREEMPTED], wait_s=wait_s) == (RunState.PREEMPTED, asked)
+    assert caplog.text.count("generator.wait_for_learner_s") == (wait_s > 0)
+
+
+@pytest.mark.asyncio
+async def test_a_deployment_serves_the_learner_that_continues_a_preempted_run_and_then_waits_anew() -> None:
+    back = [RunState.PREEMPTED, RunState.PREEMPTED, RunState.STARTING, RunState.RUNNING]
+    assert await run_of([*back, *back, RunState.FINISHED], wait_s=15.0) == (RunState.FINISHED, 9)
+    # 20 s are longer than the wait
+    assert await run_of([RunState.PREEMPTED, *back], wait_s=15.0) == (RunState.PREEMPTED, 3)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("end", [RunState.FINISHED, RunState.STOPPED, RunState.FAILED])
+async def test_a_deployment_waits_for_no_learner_of_a_run_that_is_over(end: RunState) -> None:
+    assert await run_of([end], wait_s=1000.0) == (end, 1)
+    assert await run_of([RunState.PREEMPTED, end], wait_s=1000.0) == (end, 2), "`asyncrl down` ends the wait"
+
+
+@pytest.mark.asyncio
+async def test_a_signal_to_a_deployment_ends_its_wait_for_a_learner() -> None:
+    config = Config.model_validate({"generator": {"wait_for_learner_s": 1000.0}})
+    cluster, run, stop = OneProcessCluster(config), Preempted([RunState.PREEMPTED]), asyncio.Event()
+
+    def status() -> RunStatus:
+        if run.asked == 3:
+            stop.set()
+        return run.status()
+
+    cluster.answers["brief_status"] = status
+    async with asyncio.timeout(60):
+        assert await deployment_of(config, cluster=cluster, watch_every_s=0.0, clock=run.clock).run(stop) is None
+    assert run.asked == 4

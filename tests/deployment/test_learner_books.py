@@ -505,7 +505,7 @@ class Client:
     answers: list[list[str]] = field(default_factory=list)
 
     async def get(self, path: str) -> bytes:
-        address = self.cluster.coordinator.registry.endpoints_since(0).addresses["learner"]
+        address = self.cluster.coordinator.registry.endpoints["learner"].address
         question = urllib.request.Request(f"http://{address}{path}", headers={REFRESH_HEADER: str(self.refresh_s)})
         with await asyncio.to_thread(urllib.request.urlopen, question, timeout=DEADLINE_S) as answer:
             body: bytes = answer.read()
@@ -542,8 +542,8 @@ async def test_what_ended_in_order_is_listed_no_more_and_what_failed_still_is(co
     with RunDir.create(config) as run:
         with pytest.raises(errors[end]) if end in errors else contextlib.nullcontext():
             await deployed(run, config, cluster=cluster, train=train).run(stop)
-        found = cluster.coordinator.registry.endpoints_since(0).addresses
-        left = [found["buffer"], found["learner"]] if end in errors else []
+        found = cluster.coordinator.registry.endpoints
+        left = [found[process].address for process in ("buffer", "learner")] if end in errors else []
         assert listed(run) == left
         assert over_http == [left], "the HTTP discovery has the same targets"
 
@@ -773,7 +773,7 @@ async def test_from_the_first_scrape_on_a_learner_shows_its_whole_life_and_the_l
     cluster, shown = OneProcessCluster(config), dict[str, float]()
 
     async def scrape(call: Call) -> None:
-        cluster.coordinator.registry.set_endpoint("learner", call.arguments[1])
+        cluster.coordinator.registry.set_endpoint("learner", call.arguments[1], **call.options)
         text = (await Client(cluster).get("/metrics")).decode()
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         shown.update({f"{sample.name}{''.join(sample.labels.values())}": sample.value for sample in samples})
@@ -799,7 +799,7 @@ def test_targets_that_could_not_be_written_are_written_later_and_are_over_http_a
     folder = tmp_path / "metrics"
     folder.touch()  # a file in the place of the folder, so that no file can be written there
     targets = Targets(run="quick", path=folder / "targets.json")
-    of_buffer = [Target(role="buffer", replica="buffer", address="127.0.0.1:1")]
+    of_buffer = [Target(role="buffer", replica="buffer", address="127.0.0.1:1", node="a1")]
     targets.publish(of_buffer)
     assert f"{folder / 'targets.json'} is not up to date: " in caplog.text
     assert targets_in(targets.groups()) == ["127.0.0.1:1"]
@@ -816,7 +816,9 @@ async def test_prometheus_finds_the_runs_processes_and_rays_nodes_again_once_ray
     tmp_path: Path, config: Config, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = {"NodeID": "0123456789", "Alive": True, "NodeManagerAddress": "127.0.0.1", "MetricsExportPort": 2}
-    answers = iter([RunError("Ray does not list its nodes"), [{**node, "Resources": {"CPU": 4}}]])
+    answers = iter(
+        [RunError("Ray does not list its nodes"), [{**node, "NodeManagerHostname": "b2", "Resources": {"CPU": 4}}]]
+    )
 
     async def nodes(*, timeout_s: float) -> Any:
         if isinstance(answer := next(answers), RunError):
@@ -824,7 +826,7 @@ async def test_prometheus_finds_the_runs_processes_and_rays_nodes_again_once_ray
         return answer
 
     cluster = OneProcessCluster(config)
-    await cluster.client.call(Registry.set_endpoint, "learner", "127.0.0.1:1")
+    await cluster.client.call(Registry.set_endpoint, "learner", "127.0.0.1:1", node="a1")
     path = tmp_path / "targets.json"
     targets = Targets(run="quick", path=path, ray_nodes=nodes)
     following = asyncio.create_task(targets.follow(cluster.client, timeout_s=1.0, every_s=0.0))
@@ -834,9 +836,9 @@ async def test_prometheus_finds_the_runs_processes_and_rays_nodes_again_once_ray
     following.cancel()
     assert "targets are not up to date: Ray does not list its nodes" in caplog.text
     assert targets.current == [
-        Target(role="buffer", replica="buffer", address="127.0.0.1:2"),
-        Target(role="learner", replica="learner", address="127.0.0.1:1"),
-        Target(role="ray", replica="ray-01234567", address="127.0.0.1:2"),
+        Target(role="buffer", replica="buffer", address="127.0.0.1:2", node="h"),
+        Target(role="learner", replica="learner", address="127.0.0.1:1", node="a1"),
+        Target(role="ray", replica="ray-01234567", address="127.0.0.1:2", node="b2"),
     ]
 
 

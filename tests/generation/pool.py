@@ -142,7 +142,7 @@ class Pool:
         self.updates: dict[str, WeightUpdates] = {}
         self.metrics: dict[str, GeneratorMetrics] = {}
 
-    def add(self, name: str, *, metrics_address: str = "") -> FakeEngine:
+    def add(self, name: str, *, metrics_address: str = "", node: str = "") -> FakeEngine:
         engine = FakeEngine()
         rollouts = self.rollouts[name] = self.rollouts_with(engine, name=name)
         metrics = self.metrics[name] = GeneratorMetrics(environment="test")
@@ -167,6 +167,7 @@ class Pool:
             metrics=metrics,
             started_s=0.0,
             metrics_address=metrics_address,
+            node=node,
             clock=self.clock,
         )
         self.engines[name] = engine

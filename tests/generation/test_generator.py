@@ -15,6 +15,7 @@ import asyncrl
 from asyncrl.buffer.groups import Groups, Slot
 from asyncrl.buffer.ledger import Event, Fate
 from asyncrl.buffer.records import CommitOutcome, FailedTicket, Failure, GroupMeta, LeaseWait, Refusal
+from asyncrl.common.device_time import Device, DeviceTime, Pool
 from asyncrl.common.version import Version
 from asyncrl.coordinator.client import CoordinatorClient, perform
 from asyncrl.data.batched_data_dict import BatchedDataDict
@@ -583,6 +584,21 @@ async def test_what_a_replica_took_until_its_engine_was_ready_is_its_start_and_n
         name = "asyncrl_generator_state_seconds_total"
         seconds = {state: read(name, {"state": state}) for state in GENERATOR_STATES}
         assert {state: total for state, total in seconds.items() if total} == {"starting": 30.0, "idle": 12.0}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("gpus", "device"), [(0.0, Device.PROCESS), (2.0, Device.GPU)])
+async def test_a_replica_reports_the_time_of_its_devices(gpus: float, device: Device) -> None:
+    async with empty_pool(generator={"gpus": gpus, "tensor_parallel_size": 2}) as pool:
+        pool.clock.now_s = 30.0
+        pool.add("a", node="node-1")
+        pool.clock.now_s = 42.0
+        await pool.generators["a"].report()
+        report = pool.coordinator.status().reports["a"]
+        assert report.device_time == (
+            DeviceTime(pool=Pool.GENERATORS, device=device, starting_s=60.0, waiting_s=24.0, working_s=0.0),
+        )
+        assert report.node == "node-1"
 
 
 @pytest.mark.asyncio

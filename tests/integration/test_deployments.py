@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,10 @@ def deployment(
 def steps_of(tmp_path: Path) -> int:
     path = tmp_path / tmp_path.name / "steps.jsonl"
     return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def has_steps(tmp_path: Path, least: int) -> bool:
+    return steps_of(tmp_path) >= least
 
 
 def resumed_at(run: Path) -> int | None:
@@ -186,6 +191,38 @@ def test_a_generator_and_the_learner_are_killed_and_no_group_is_lost(
     trained = [group for _, group in steps_and_groups]
     assert len(trained) == len(set(trained)) == 4 * summary["steps"]
     assert set(range(4 * (killed_at + 3))) <= set(trained)
+    in_this_process("audit", str(run))
+
+
+def test_a_generator_waits_for_the_learner_that_sigterm_has_ended_and_serves_the_next_one(
+    run_command: Run, ray_head: str, engines: Engines, status: Status, model_path: str, tmp_path: Path
+) -> None:
+    name, run = tmp_path.name, tmp_path / tmp_path.name
+    own = ["learner.groups_logged=4", "checkpoint.every_steps=1000", "generator.max_starts_per_s=2"]
+    wait = ["generator.wait_for_learner_s=600"]
+    generator = deployment(run_command, "generator", ray_head, model_path, tmp_path, *own, *wait)
+    learner = deployment(run_command, "learner", ray_head, model_path, tmp_path, *own)
+    for stop in (1, 2):
+        learner.wait_for(partial(has_steps, tmp_path, 3 * stop), timeout_s=READY_S, what="steps")
+        of_generator = engines()
+        learner.terminate()
+        assert learner.wait(240) == PREEMPTED, learner.output()[-3000:]
+        at = steps_of(tmp_path)
+        generator.wait_for(lambda: "waiting for the next one" in generator.output(), timeout_s=60, what="a wait")
+        learner = deployment(run_command, "learner", ray_head, model_path, tmp_path, *own)
+        learner.wait_for(partial(has_steps, tmp_path, at + 1), timeout_s=READY_S, what="a step")
+        assert resumed_at(run) == at, "no step may be lost"
+        assert engines() == of_generator, "the engines must outlive the learner"
+    learner.terminate()
+    assert learner.wait(240) == PREEMPTED, learner.output()[-3000:]
+    assert generator.process.poll() is None, generator.output()[-3000:]
+    down = run_command("down", name, "--address", ray_head)
+    assert down.wait(240) == 0, down.output()
+    assert generator.wait(240) == 0, generator.output()[-3000:]
+    assert not engines(), "an engine outlived its deployment"
+    assert status(name) == {}, "the run's actors outlived the last deployment"
+    summary = json.loads((run / "summary.json").read_bytes())
+    assert (summary["ledger_closed"], summary["lost_steps"], summary["restarts"]) == (True, 0, 2)
     in_this_process("audit", str(run))
 
 

@@ -4,6 +4,7 @@ import contextlib
 import html
 import json
 import os
+import socket
 import string
 import sys
 import time
@@ -270,6 +271,7 @@ def test_every_process_is_scraped_once_although_it_is_found_twice(watched: Watch
     assert len(lines) == len(found)
     for role, line in found.items():
         assert line.labels["job"] == ("ray" if role == "ray" else "asyncrl")
+        assert line.labels["node"] == socket.gethostname()
         moments = [moment for moment, _ in line.points]
         # Prometheus drops the scrapes for which a busy machine has no time, so there can be fewer of them. Two scrapes
         # can be close together after a late one, so their distance shows nothing.

@@ -56,7 +56,7 @@ def test_the_summary_has_exactly_the_promised_keys() -> None:
         "generator_busy_ratio", "learner_busy_ratio", "generated_tokens", "trained_tokens",
         "ess_ratio_mean", "ess_ratio_lowest", "restarts", "lost_steps", "stop_reason", "heldout_sets",
         "witnessed_steps", "witness_failures", "notes", "heldout_first_step", "heldout_last_step", "heldout_numbers",
-        "effective_training_time_ratio",
+        "effective_training_time_ratio", "costs",
     }  # fmt: skip
 
 

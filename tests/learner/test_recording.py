@@ -15,6 +15,7 @@ from stacks import functions_of_asyncrl
 
 from asyncrl.buffer.ledger import Fate
 from asyncrl.buffer.records import FailedTicket, Failure, FilteredGroup
+from asyncrl.common.device_time import Device, Devices, DeviceTime, Pool
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.registry import ReplicaReport, mean_states
@@ -227,6 +228,30 @@ async def test_the_share_of_cached_prompt_tokens_is_recorded() -> None:
     recorder = StepRecorder(metrics=Scene().metrics, elapsed_s=lambda: 1.0, state_seconds=dict)
     record = recorder.record(dataclasses.replace(step, status=msgspec.structs.replace(step.status, totals=totals)))
     assert record.diagnostics["cached_prompt_ratio"] == 40 / 64
+
+
+@pytest.mark.asyncio
+async def test_a_record_has_the_device_time_of_all_pools_since_the_run_began() -> None:
+    step, metrics = await an_ended_step(), LearnerMetrics()
+    generators = DeviceTime(pool=Pool.GENERATORS, device=Device.GPU, waiting_s=1.0, working_s=8.0)
+    before = DeviceTime(pool=Pool.LEARNER, device=Device.PROCESS, starting_s=2.0, waiting_s=3.0, working_s=4.0)
+    step = dataclasses.replace(step, status=msgspec.structs.replace(step.status, device_time=(generators,)))
+    states = {"starting": 1.0, "waiting_for_groups": 0.5, "optimizer": 2.0}
+    recorder = StepRecorder(
+        metrics=metrics,
+        elapsed_s=lambda: 1.0,
+        state_seconds=lambda: states,
+        ranks={Pool.LEARNER: Devices.of(gpus=0.0, processes=2)},
+        earlier=(before,),
+    )
+    own = DeviceTime(pool=Pool.LEARNER, device=Device.PROCESS, starting_s=4.0, waiting_s=4.0, working_s=8.0)
+    assert recorder.record(step).device_time == (own, generators)
+    read = metrics.registry.get_sample_value
+    labels = {"pool": "learner", "device": "process", "part": "waiting"}
+    assert read("asyncrl_device_seconds_total", labels) == 4.0
+    assert read("asyncrl_device_seconds_total", labels | {"pool": "generators", "device": "gpu"}) == 1.0
+    recorder.earlier = None
+    assert recorder.record(step).device_time == (), "sums without the earlier time would be wrong"
 
 
 @pytest.mark.asyncio

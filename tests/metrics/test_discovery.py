@@ -9,32 +9,39 @@ from asyncrl import atomic_write
 from asyncrl.metrics.catalogue import Role
 from asyncrl.metrics.discovery import Target, ray_targets, write_targets
 
-LEARNER = Target(role=Role.LEARNER, replica="learner-0", address="127.0.0.1:9400")
-GENERATOR = Target(role=Role.GENERATOR, replica="generator-0", address="127.0.0.1:40123")
+LEARNER = Target(role=Role.LEARNER, replica="learner-0", address="127.0.0.1:9400", node="a1")
+GENERATOR = Target(role=Role.GENERATOR, replica="generator-0", address="127.0.0.1:40123", node="b2")
 
 
-def test_targets_have_prometheus_form_and_our_three_labels(tmp_path: Path) -> None:
+def test_targets_have_prometheus_form_and_our_four_labels(tmp_path: Path) -> None:
     path = tmp_path / "metrics" / "targets.json"
     write_targets(path, run="quickstart", targets=[LEARNER, GENERATOR])
     assert json.loads(path.read_text()) == [
         {
             "targets": ["127.0.0.1:40123"],
-            "labels": {"run": "quickstart", "role": "generator", "replica": "generator-0"},
+            "labels": {"run": "quickstart", "role": "generator", "replica": "generator-0", "node": "b2"},
         },
-        {"targets": ["127.0.0.1:9400"], "labels": {"run": "quickstart", "role": "learner", "replica": "learner-0"}},
+        {
+            "targets": ["127.0.0.1:9400"],
+            "labels": {"run": "quickstart", "role": "learner", "replica": "learner-0", "node": "a1"},
+        },
     ]
 
 
 def test_rays_nodes_are_targets_while_they_live_and_serve_metrics() -> None:
     nodes = [
-        {"NodeID": "b" * 56, "Alive": True, "NodeManagerAddress": "fd00::2", "MetricsExportPort": 8080},
-        {"NodeID": "a" * 56, "Alive": True, "NodeManagerAddress": "10.0.0.1", "MetricsExportPort": 41587},
-        {"NodeID": "c" * 56, "Alive": False, "NodeManagerAddress": "10.0.0.3", "MetricsExportPort": 8080},
-        {"NodeID": "d" * 56, "Alive": True, "NodeManagerAddress": "10.0.0.4", "MetricsExportPort": -1},
-    ]
+        {
+            "NodeID": name * 56, "Alive": alive, "NodeManagerAddress": address, "MetricsExportPort": port,
+            "NodeManagerHostname": f"host-{name}",
+        }
+        for name, alive, address, port in (
+            ("b", True, "fd00::2", 8080), ("a", True, "10.0.0.1", 41587), ("c", False, "10.0.0.3", 8080),
+            ("d", True, "10.0.0.4", -1),
+        )
+    ]  # fmt: skip
     assert ray_targets(nodes) == [
-        Target(role="ray", replica="ray-aaaaaaaa", address="10.0.0.1:41587"),
-        Target(role="ray", replica="ray-bbbbbbbb", address="[fd00::2]:8080"),
+        Target(role="ray", replica="ray-aaaaaaaa", address="10.0.0.1:41587", node="host-a"),
+        Target(role="ray", replica="ray-bbbbbbbb", address="[fd00::2]:8080", node="host-b"),
     ]
 
 

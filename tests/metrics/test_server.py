@@ -119,13 +119,13 @@ def test_sd_answers_with_the_targets_of_the_moment() -> None:
     ) as running:
         url = f"http://{running.address}/sd"
         assert json.loads(scrape(url)) == []
-        targets.append(Target(role="buffer", replica="buffer", address="127.0.0.1:1"))
+        targets.append(Target(role="buffer", replica="buffer", address="127.0.0.1:1", node="a1"))
         with urllib.request.urlopen(url, timeout=DEADLINE_S) as response:
             assert response.headers["Content-Type"] == "application/json", "Prometheus refuses anything else"
             [group] = json.loads(response.read())
         assert group == {
             "targets": ["127.0.0.1:1"],
-            "labels": {"run": "r", "role": "buffer", "replica": "buffer"},
+            "labels": {"run": "r", "role": "buffer", "replica": "buffer", "node": "a1"},
         }
         assert "asyncrl_learner_policy_version" in metrics_of(running)
 

@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 from written_runs import killed_and_resumed, write_run
 
 from asyncrl.cli.main import app
+from asyncrl.common.device_time import Device, DeviceTime, Pool
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.learner.records import EvalRecord, heldout_ends
+from asyncrl.learner.records import EvalRecord, StepRecord, heldout_ends
 from asyncrl.views.compare import compare_html, compare_svg
 from asyncrl.views.compare_curves import Axis, Figure, common_places, curves, value_at
 from asyncrl.views.compare_numbers import CSV_COLUMNS, all_runs, compare_csv, group_table, totals
@@ -155,6 +156,20 @@ def test_the_effective_training_time_is_compared(tmp_path: Path) -> None:
     rows = {row.name: list(row.values) for row in totals(all_runs(runs))}
     assert rows["effective training time"] == ["59%", "10%"]
     assert str(396 / 670) in compare_csv(runs)
+
+
+def test_the_costs_of_each_pool_are_compared_where_they_are_known(tmp_path: Path) -> None:
+    def records(device: Device) -> list[StepRecord]:
+        time = DeviceTime(pool=Pool.LEARNER, device=device, waiting_s=60.0, working_s=240.0)
+        return [make_step(0, device_time=(time,))]
+
+    paths = [write_run(tmp_path, records(device), name=device.value) for device in Device]
+    groups = read(*paths, write_run(tmp_path, [make_step(0)], name="old"))
+    rows = {row.name: list(row.values) for row in totals(all_runs(groups))}
+    assert rows["GPU-seconds of the learner"] == ["300", "–", "–"]
+    assert rows["GPU-seconds of the learner for each trained token"] == ["0.5", "–", "–"]
+    assert rows["process-seconds of the learner, waiting"] == ["–", "60", "–"]
+    assert "GPU-seconds of the learner for each trained token,1,0.5" in compare_csv(groups)
 
 
 def test_only_settings_that_differ_are_named_but_not_the_names_of_the_runs() -> None:

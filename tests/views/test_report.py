@@ -18,6 +18,7 @@ from written_runs import HOSTILE, killed_and_resumed, lively_step, write_run
 
 from asyncrl.buffer.records import Failure, FailureCount
 from asyncrl.cli.main import app
+from asyncrl.common.device_time import Device, DeviceTime, Pool
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.deployment.run_dir import RunDir
@@ -129,6 +130,15 @@ def test_the_effective_training_time_of_a_run_that_was_killed_and_resumed_is_of_
         "Effective training time 59% of 11 min 10 s since the first start; 2 min 40 s starts, 1 min 8 s steps trained "
         "again, 46.0 s other"
     ) in words
+
+
+def test_the_report_shows_what_each_pool_has_cost_from_the_records(tmp_path: Path) -> None:
+    time = DeviceTime(pool=Pool.GENERATORS, device=Device.GPU, starting_s=30.0, waiting_s=30.0, working_s=240.0)
+    run = read_run(write_run(tmp_path, [make_step(0, device_time=(time,))]))
+    words = " ".join(Page(report_html(run)).text.split())
+    assert "Device time: generators 300 300 GPU-seconds, 0.5 for each trained token; 10% starts, 10% waiting" in words
+    old = read_run(write_run(tmp_path, [make_step(0)], name="old"))
+    assert "Device time" not in Page(report_html(old)).text
 
 
 def test_only_a_run_that_looks_at_a_reference_shows_the_distance_to_it(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from made_up_run import make_status, make_step
 
 from asyncrl.buffer.ledger import Account, Amount, Event, Fate
 from asyncrl.buffer.records import TOOL_FAILED, Failure, FailureCount, LeaseWait
+from asyncrl.common.device_time import Device, Pool, PoolCost
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Version
 from asyncrl.coordinator.status import RunStatus
@@ -112,6 +113,7 @@ def test_of_no_time_there_are_no_shares_and_no_sentence(seconds: dict[str, float
         "ess_ratio_lowest": None,
         "training_time": None,
         "effective_training_time_ratio": None,
+        "costs": [],
     }
 
 
@@ -132,6 +134,7 @@ def test_json_has_all_that_the_buffer_knows_and_what_limits_the_run() -> None:
         "ess_ratio_lowest": None,
         "training_time": None,
         "effective_training_time_ratio": None,
+        "costs": [],
     }
 
 
@@ -286,3 +289,21 @@ def test_a_status_says_which_share_of_the_wall_time_trained_and_where_the_rest_w
     assert found["effective_training_time_ratio"] == 396 / 670
     waits = run_view([], recent=False, status=status, training=TrainingTime(wall_s=9.0))
     assert "effective training time" not in "\n".join(status_text.status_lines(status, waits, now=NOW))
+
+
+def test_a_status_says_what_each_pool_has_cost() -> None:
+    spent = [
+        PoolCost(
+            pool=pool, device=device, device_s=2000.0, starting_s=100.0, waiting_s=500.0, again_s=200.0, skipped_s=0.0,
+            per_token_s=each,
+        )
+        for pool, device, each in ((Pool.LEARNER, Device.GPU, 0.25), (Pool.GENERATORS, Device.PROCESS, None))
+    ]  # fmt: skip
+    status = make_status()
+    view = run_view(STEPS, recent=False, status=status, costs=spent)
+    lost = "5% starts, 25% waiting, 10% steps that were trained again"
+    lines = status_text.status_lines(status, view, now=NOW)
+    assert f"device time of the learner: 2k GPU-seconds, 0.25 for each trained token; {lost}" in lines
+    assert f"device time of the generators: 2k process-seconds; {lost}" in lines
+    found = msgspec.json.decode(status_text.status_json(status, view, now=NOW))["since_start"]
+    assert found["costs"] == msgspec.to_builtins(spent)
