@@ -11,7 +11,6 @@ The processes of a machine have other pids inside of it than outside. A `Command
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -160,16 +159,6 @@ class Machine:
             timeout=limit_s,
         )
         return done.stdout
-
-    def processes(self, pattern: str) -> list[psutil.Process]:
-        """Returns the processes of the machine whose command begins with the regular expression `pattern`."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
-                here = os.readlink(f"/proc/{process.pid}/ns/pid") == os.readlink(f"/proc/{self.pid}/ns/pid")
-                if here and re.match(pattern, " ".join(process.cmdline())):
-                    found.append(process)
-        return found
 
     def end(self) -> None:
         """Ends all processes of the machine."""
