@@ -595,12 +595,11 @@ class RecordFile:
                 sync(self._path.parent)
 
     def close(self) -> None:
-        """Writes the records that wait. Logs that they are lost if they cannot be written."""
-        with self._writing:
-            try:
-                self._write()
-            except OSError as error:
-                logger.error("the last records of %s are lost, because they cannot be written: %s", self._path, error)
+        """Does the same as `sync`, but logs that records are lost if they cannot be written."""
+        try:
+            self.sync()
+        except OSError as error:
+            logger.error("the last records of %s are lost, because they cannot be written: %s", self._path, error)
 
     def _write(self) -> None:
         if self._waiting:

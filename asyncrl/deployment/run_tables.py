@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.common.device_time import DeviceTime
 from asyncrl.config.schema import Config
 from asyncrl.deployment.known_runs import as_it_is, existing_run
 from asyncrl.errors import AsyncRLError, RunError
@@ -50,7 +51,8 @@ class RunTables:
 
     `steps` has one row for each `asyncrl.StepRecord`, also for skipped steps (`trained` is False), and `evals` one for
     each `asyncrl.EvalRecord`. A column has the name of a field. A field that maps names to values has a column for each
-    name: `reward_components.format`, `token_staleness.2`, `diagnostics.clipped_ratio`.
+    name: `reward_components.format`, `token_staleness.2`, `diagnostics.clipped_ratio`. The device-seconds have a column
+    for each pool, kind of device and part: `device_time.generators.gpu.waiting_s`.
 
     A column of integers has the type int64, or float64 if a value is missing or is too large; a column of other numbers
     has float64. A missing number is NaN. Truth values have the type bool; texts have the type object, and None where
@@ -118,11 +120,13 @@ def _columns(records: Sequence[msgspec.Struct], kind: type[msgspec.Struct], file
     """Returns the table of the records of `file`, all of the type `kind`. Raises RunError if it would be too large."""
     table = Columns()
     for field in msgspec.structs.fields(kind):
-        values = [getattr(record, field.name) for record in records]
-        if get_origin(field.type) is not dict:
-            table[field.name] = _array(values, field.type)
+        values, annotated = [getattr(record, field.name) for record in records], field.type
+        if annotated == tuple[DeviceTime, ...]:
+            values, annotated = [_named(times) for times in values], dict[str, float]
+        if get_origin(annotated) is not dict:
+            table[field.name] = _array(values, annotated)
             continue
-        of_keys, of_values = get_args(field.type)
+        of_keys, of_values = get_args(annotated)
         keys = list(dict.fromkeys(key for named in values for key in named))
         if (size := (len(table) + len(keys)) * len(records)) > MOST_VALUES:
             raise RunError(
@@ -132,6 +136,12 @@ def _columns(records: Sequence[msgspec.Struct], kind: type[msgspec.Struct], file
         for key in sorted(keys) if of_keys is int else keys:
             table[f"{field.name}.{key}"] = _array([named.get(key) for named in values], of_values)
     return table
+
+
+def _named(times: Sequence[DeviceTime]) -> dict[str, float]:
+    """Returns the device-seconds by `pool.device.part`."""
+    parts = ("starting_s", "waiting_s", "working_s")
+    return {f"{time.pool}.{time.device}.{part}": getattr(time, part) for time in times for part in parts}
 
 
 def _array(values: Sequence[Any], annotated: Any) -> NDArray[Any]:

@@ -125,7 +125,8 @@ class LearnerLoop:
             self.heldout.check()
         else:  # a resumed run had its first evaluation in an earlier process
             await self.publisher.settle()
-        await self.coordinator.call(Coordinator.resume, self.incarnation)
+        if not stop.is_set():  # no group is begun after a request to end
+            await self.coordinator.call(Coordinator.resume, self.incarnation)
         await self.coordinator.call(Coordinator.set_state, self.incarnation, RunState.RUNNING)
         self.phase = TRAINING
         try:
@@ -333,13 +334,12 @@ class LearnerLoop:
             return await self.publisher.publish(version)
 
     async def _evaluate_last(self, version: Version, stop: asyncio.Event) -> None:
-        """Publishes and evaluates the last version, as far as this has not happened yet. `stop` cancels the evaluation.
-        Raises StallError if the weights cannot be delivered, or if no replica loads or evaluates them."""
+        """Publishes and evaluates the last version, as far as this has not happened yet. `stop` ends the wait for the
+        delivery and cancels the evaluation. Raises StallError if the weights cannot be delivered, or if no replica
+        loads or evaluates them."""
         if self.publisher.published != version:
             await self._publish(version)
-        await self.publisher.settle()
-        if not self.heldout.has_evaluated(version):
-            await self._evaluate(version, stop)
+        await self._evaluate(version, stop)
 
     async def _publish_if_due(self, status: BriefStatus) -> float | None:
         """Publishes the learner's version if it is due, or if no replica with a free slot gets a ticket without it
@@ -356,14 +356,13 @@ class LearnerLoop:
         return changed
 
     async def _evaluate(self, version: Version, stop: asyncio.Event) -> None:
-        """Evaluates `version` on held-out tasks, and cancels the evaluation at `stop`: the generators may be shutting
-        down too, so the evaluation might never end."""
-        await self.publisher.settle()
-        if not self.heldout.wanted:
-            return
-        await self.coordinator.call(Coordinator.pause, self.incarnation)
+        """Waits until `version` is delivered, and evaluates it on held-out tasks unless this has happened. Ends both at
+        `stop`: the generators may be shutting down too, so neither might ever end."""
         with contextlib.suppress(Stopped):
-            await unless_stopped(stop, self._evaluate_on_a_replica(version))
+            await unless_stopped(stop, self.publisher.settle())
+            if self.heldout.wanted and not self.heldout.has_evaluated(version):
+                await self.coordinator.call(Coordinator.pause, self.incarnation)
+                await unless_stopped(stop, self._evaluate_on_a_replica(version))
 
     async def _evaluate_on_a_replica(self, version: Version) -> None:
         """Waits for the first replica that has loaded `version`, and evaluates the version on it. Raises StallError if

@@ -360,7 +360,8 @@ async def test_a_process_of_a_sweep_keeps_replicas_only_of_a_run_that_has_finish
         return LocalRay("127.0.0.1:1", str(tmp_path))
 
     parts = replace(imported_parts(), start_ray=started, new_generators=generators)
-    parts = replace(parts, new_learner=lambda *_, **__: SimpleNamespace(run=trained))
+    learner = SimpleNamespace(run=trained, engines_free=asyncio.Event.wait)
+    parts = replace(parts, new_learner=lambda *_, **__: learner)
     with ours, its:
         for _ in range(2):
             stop.clear()

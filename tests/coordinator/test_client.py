@@ -99,8 +99,8 @@ async def test_each_door_answers_and_its_errors_arrive_unchanged(opened: Opened)
         with pytest.raises(RunLocked, match="pid 7 on h"):
             await client.call(Coordinator.check_attach, second, shared=shared)
         assert await client.call(Registry.keep, first.id)
-        await client.call(Coordinator.set_state, 1, RunState.CLOSING, "why")
         [ticket] = (await client.call(Coordinator.reserve, "a", NOW, 1, wait_s=0.0)).tickets
+        await client.call(Coordinator.set_state, 1, RunState.CLOSING, "why")
         await client.call(Coordinator.fail, [FailedTicket(key=ticket.key, incarnation=1, failure=failure)])
         await client.call(Coordinator.heldout_failed, "1", failure)
         [count] = await client.call(Coordinator.failure_counts, 1, wait_s=TIMEOUT_S)

@@ -39,6 +39,16 @@ def run_json(path: Path) -> dict[str, object]:
     return loaded
 
 
+def test_the_last_records_are_on_the_disk_before_the_end_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The audit would miss the end of a run that is finished according to `run.json`."""
+    synced: list[str] = []
+    monkeypatch.setattr(run_dir, "sync", lambda path: synced.append(path.name))
+    with RunDir.create(config_in(tmp_path / "runs")) as run:
+        run.append_step(make_step(0))
+        monkeypatch.setattr(run, "_write_info", lambda: synced.append("run.json"))
+    assert "steps.jsonl" in synced[: synced.index("run.json")]
+
+
 def test_a_new_run_has_its_layout_and_says_who_it_is(tmp_path: Path) -> None:
     with RunDir.create(config_in(tmp_path / "runs")) as run:
         assert run.path == tmp_path / "runs" / "quick"

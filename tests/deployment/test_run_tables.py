@@ -10,6 +10,7 @@ from made_up_run import make_step
 from written_runs import write_run
 
 import asyncrl
+from asyncrl.common.device_time import Device, DeviceTime, Pool
 from asyncrl.errors import RunError
 from asyncrl.learner.records import EvalRecord, StepRecord
 
@@ -20,7 +21,12 @@ def run(tmp_path: Path) -> Path:
     steps = [
         make_step(0, token_staleness={10: 1, 2: 5}, diagnostics={"a.b": 0.5}),
         make_step(1, trained=False, reward_mean=None, oldest_replica_version=None, token_staleness={}),
-        make_step(1, reward_components={"format": 0.25}, witness={"advantages": "formula"}),
+        make_step(
+            1,
+            reward_components={"format": 0.25},
+            witness={"advantages": "formula"},
+            device_time=(DeviceTime(pool=Pool.GENERATORS, device=Device.GPU, waiting_s=2.5),),
+        ),
     ]
     return write_run(tmp_path, steps)
 
@@ -29,7 +35,7 @@ def test_each_field_and_each_name_of_a_field_is_a_column(run: Path) -> None:
     table = asyncrl.load_run(run).steps
     assert {len(column) for column in table.values()} == {3}
     assert set(StepRecord.__struct_fields__) - set(table) == {
-        field.name for field in msgspec.structs.fields(StepRecord) if str(field.type).startswith("dict")
+        field.name for field in msgspec.structs.fields(StepRecord) if str(field.type).startswith(("dict", "tuple"))
     }
     assert table["step"].tolist() == [0, 1, 1]
     assert table["trained"].tolist() == [True, False, True]
@@ -37,6 +43,7 @@ def test_each_field_and_each_name_of_a_field_is_a_column(run: Path) -> None:
     np.testing.assert_equal(table["token_staleness.10"], [1, np.nan, np.nan])
     np.testing.assert_equal(table["diagnostics.a.b"], [0.5, np.nan, np.nan])
     np.testing.assert_equal(table["reward_components.format"], [np.nan, np.nan, 0.25])
+    np.testing.assert_equal(table["device_time.generators.gpu.waiting_s"], [np.nan, np.nan, 2.5])
     assert table["witness.advantages"].tolist() == [None, None, "formula"]
     assert [name for name in table if name.startswith("token_staleness")] == [
         "token_staleness.0", "token_staleness.1", "token_staleness.2", "token_staleness.10"

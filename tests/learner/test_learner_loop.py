@@ -269,6 +269,48 @@ async def test_a_stop_while_the_last_evaluation_beside_training_runs_delays_no_s
     assert scene.trainer.saved == ["step-3"]
 
 
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+async def test_a_stop_while_the_last_weights_are_delivered_delays_no_save() -> None:
+    scene, waits = Scene(), asyncio.Event()
+    settle = scene.publisher.settle
+
+    async def endless() -> None:
+        if scene.publisher.published != Version(1, 3):
+            return await settle()
+        waits.set()
+        return await asyncio.Event().wait()
+
+    scene.publisher.settle = endless  # type: ignore[method-assign]
+    async with asyncio.timeout(DEADLINE_S):
+        run = asyncio.create_task(scene.run())
+        await waits.wait()
+        scene.stop.set()
+        await run
+    assert scene.trainer.saved == ["step-3"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault("F29")
+async def test_a_run_that_is_stopped_before_its_first_step_admits_no_group() -> None:
+    scene, calls = Scene(), list[str]()
+    evaluate, call = scene.evaluate, scene.client.call
+
+    async def stopping(*arguments: Any, **options: Any) -> Any:
+        scene.stop.set()
+        return await evaluate(*arguments, **options)
+
+    async def noted(method: Any, *arguments: Any, **options: Any) -> Any:
+        calls.append(method.__name__)
+        return await call(method, *arguments, **options)
+
+    scene.evaluate, scene.client.call = stopping, noted  # type: ignore[method-assign]
+    await scene.run()
+    assert "pause" in calls
+    assert "resume" not in calls
+    assert scene.trainer.saved == []
+
+
 async def told(scene: Scene, caplog: pytest.LogCaptureFixture) -> str:
     """Runs the scene, whose last weights are saved and not evaluated. Returns the reason in its log."""
     async with asyncio.timeout(DEADLINE_S):
