@@ -45,7 +45,6 @@ from asyncrl.buffer.records import (
 )
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.staleness import limits_of
-from asyncrl.common.device_time import DeviceTime, Pool, added
 from asyncrl.common.names import COORDINATOR
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Lineage, Version
@@ -53,7 +52,7 @@ from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.autoscaler import Autoscaler, Load
 from asyncrl.coordinator.registry import OVER, Deployment, Registry, ReplicaReport, Replicas, ReplicaView
-from asyncrl.coordinator.status import BriefStatus, OwnReplicas, Restored, RunSnapshot, RunStatus
+from asyncrl.coordinator.status import BriefStatus, GeneratorTotals, OwnReplicas, Restored, RunSnapshot, RunStatus
 from asyncrl.coordinator.waiting import Waiting
 from asyncrl.data.prompts import PromptData, PromptSource, Task
 from asyncrl.data_plane.rows import Rows
@@ -226,8 +225,8 @@ class Coordinator:
         self._metrics.states_from(self._states.seconds)
         self._metrics.run_info(config)
         self._metrics.limits(buffer.limits)
-        self._earlier_time: tuple[DeviceTime, ...] = ()
-        """The device-seconds of generators of the run before this coordinator."""
+        self._earlier = GeneratorTotals()
+        """The totals of the run's generators before the start of this coordinator."""
         self._acked: tuple[tuple[int, int], Acked] | None = None
         self._released: tuple[tuple[int, int | None], tuple[str, ...]] | None = None
         self._reports: dict[str, None] = {}  # names of reports of failures, the oldest first
@@ -264,7 +263,7 @@ class Coordinator:
             totals=replicas.totals,
             able=replicas.able(buffer.refusal),
             oldest_replica_step=replicas.oldest_step(),
-            device_time=added([*self._earlier_time, *replicas.totals.device_time]),
+            generators=self._earlier.plus(replicas.totals),
         )
 
     def status(self) -> RunStatus:
@@ -609,8 +608,8 @@ class Coordinator:
         lived_on = not self._untouched
         if restored is not None and not repeated:
             self._check_same_run(restored)
-            if not lived_on:  # otherwise the reports of the replicas have the time since the coordinator's start
-                self._earlier_time = tuple(time for time in restored.device_time if time.pool is Pool.GENERATORS)
+            if not lived_on:  # otherwise `restored.generators` has a part of the reports in `_replicas`
+                self._earlier = restored.generators
             self._prompts.restore(restored.snapshot.prompts)
         self.registry.attach(deployment)
         if restored is not None and not repeated:

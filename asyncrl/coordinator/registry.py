@@ -386,6 +386,11 @@ RefusalAt = Callable[[Version], Refusal | None]
 """Returns why a replica at a version would get no ticket now; None if it would get one."""
 
 
+def added_states(seconds: Mapping[str, float], more: Mapping[str, float], *, sign: int = 1) -> dict[str, float]:
+    """Returns the sums of two mappings of states to seconds; with `sign` -1, their differences."""
+    return {state: seconds.get(state, 0.0) + sign * more.get(state, 0.0) for state in {**seconds, **more}}
+
+
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """A replica's report in each heartbeat. Totals count from the start of its `actor`, and in the coordinator from the
     first start of the replica.
@@ -416,13 +421,10 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
 
     def plus(self, other: "ReplicaReport", *, sign: int = 1) -> "ReplicaReport":
         """Returns this report with the totals of `other` added to its own; with `sign` -1, subtracted from them."""
-        states = dict(self.state_seconds)
         more, less = (other.device_time, ()) if sign > 0 else ((), other.device_time)
-        for state, seconds in other.state_seconds.items():
-            states[state] = states.get(state, 0.0) + sign * seconds
         return msgspec.structs.replace(
             self,
-            state_seconds=states,
+            state_seconds=added_states(self.state_seconds, other.state_seconds, sign=sign),
             samples=self.samples + sign * other.samples,
             completion_tokens=self.completion_tokens + sign * other.completion_tokens,
             weight_updates=self.weight_updates + sign * other.weight_updates,

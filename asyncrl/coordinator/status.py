@@ -5,11 +5,45 @@ import msgspec
 from asyncrl.buffer.ledger import OPEN_FATES, Account, Fate
 from asyncrl.buffer.records import Counts, FailureCount, FailureStreak
 from asyncrl.buffer.snapshot import BufferSnapshot
-from asyncrl.common.device_time import DeviceTime
+from asyncrl.common.device_time import DeviceTime, added
 from asyncrl.common.roles import RunState
 from asyncrl.common.version import Lineage, Version
-from asyncrl.coordinator.registry import AbleReplicas, Deployment, ReplicaReport, ReplicaView
+from asyncrl.coordinator.registry import (
+    AbleReplicas,
+    Deployment,
+    ReplicaReport,
+    ReplicaView,
+    added_states,
+    mean_states,
+)
 from asyncrl.data.prompts import PromptCursor
+
+
+class GeneratorTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """Totals of all generators since the run began, for the step records.
+
+    `samples` is the number of generated samples, and `weight_updates` that of loaded versions, summed over the
+    replicas. `state_seconds` are averaged over the replicas. `device_time` are the device-seconds, one entry for each
+    kind of device.
+
+    A coordinator has the reports of all replicas since its own start, also of those that are gone, and outlives
+    learners. So only the first learner that attaches to it brings the totals from before that start: a later one would
+    add the time that it has read in the records to reports that contain this time already.
+    """
+
+    samples: int = 0
+    weight_updates: int = 0
+    state_seconds: dict[str, float] = {}
+    device_time: tuple[DeviceTime, ...] = ()
+
+    def plus(self, reports: ReplicaReport) -> "GeneratorTotals":
+        """Returns these totals with those of the sum of reports added."""
+        return GeneratorTotals(
+            samples=self.samples + reports.samples,
+            weight_updates=self.weight_updates + reports.weight_updates,
+            state_seconds=added_states(mean_states([reports]), self.state_seconds),
+            device_time=added([*self.device_time, *reports.device_time]),
+        )
 
 
 class BriefStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,8 +52,8 @@ class BriefStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     `quiet_s` is the time since the last progress (a committed group, an acked step, a new state), seconds. `totals` is
     the sum over the reports of all replicas, also of those that are gone. `able` are the replicas with a free slot by
-    version, `oldest_replica_step` the smallest step of a version that a replica has loaded. `device_time` are the
-    device-seconds of the generators since the run began.
+    version, `oldest_replica_step` the smallest step of a version that a replica has loaded. `totals` count from the
+    start of the coordinator, and `generators` from the first start of the run.
     """
 
     run: str
@@ -37,7 +71,7 @@ class BriefStatus(msgspec.Struct, frozen=True, kw_only=True):
     totals: ReplicaReport
     able: tuple[AbleReplicas, ...]
     oldest_replica_step: int | None
-    device_time: tuple[DeviceTime, ...] = ()
+    generators: GeneratorTotals = GeneratorTotals()
 
     @property
     def groups_by_state(self) -> dict[str, int]:
@@ -98,10 +132,10 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True):
     """The restored state of a learner: the snapshot of its checkpoint, and the lineage in which this learner is the
     live incarnation.
 
-    The lineage has all incarnations of the run, also those that began after the checkpoint was written. `device_time`
-    are the device-seconds of all pools before this learner, as far as the records of the run have them.
+    The lineage has all incarnations of the run, also those that began after the checkpoint was written. `generators`
+    are the totals of the generators in the records of the run. Only a new coordinator uses them.
     """
 
     snapshot: RunSnapshot
     lineage: Lineage
-    device_time: tuple[DeviceTime, ...] = ()
+    generators: GeneratorTotals = GeneratorTotals()

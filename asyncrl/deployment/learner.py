@@ -251,7 +251,7 @@ class LearnerDeployment:
         return Restored(
             snapshot=read_snapshot(resumed.path),
             lineage=self._run_dir.lineage,
-            device_time=self._log.earlier_time or (),
+            generators=self._log.generators,
         )
 
     async def _check_trained(self, failures: FailureWatch) -> None:

@@ -6,8 +6,10 @@ The others are the run's directory (`RunDir`) and the callbacks of `asyncrl.run`
 import time
 from collections.abc import Callable, Sequence
 
+from asyncrl.common.device_time import Pool
 from asyncrl.config.load import flat_config
 from asyncrl.config.schema import HELDOUT, Config
+from asyncrl.coordinator.status import GeneratorTotals
 from asyncrl.deployment.resuming import last_set_aside
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.learner.costs import costs, earlier_time
@@ -50,6 +52,19 @@ class LearnerLog(RecordSink):
         """The last record before the run was resumed; None in a new run."""
         self.earlier_time = earlier_time(self.steps, self._lost)
         """The device-seconds before the run was resumed; None if they are not known."""
+
+    @property
+    def generators(self) -> GeneratorTotals:
+        """The totals of the generators before the run was resumed, as far as its records have them."""
+        device_time = tuple(time for time in self.earlier_time or () if time.pool is Pool.GENERATORS)
+        if (before := self.before) is None:
+            return GeneratorTotals(device_time=device_time)
+        return GeneratorTotals(
+            samples=before.generated_samples,
+            weight_updates=before.weight_updates,
+            state_seconds=before.generator_state_s,
+            device_time=device_time,
+        )
 
     def append_step(self, record: StepRecord) -> None:
         self.steps.append(record)

@@ -35,7 +35,7 @@ def earlier_time(steps: Sequence[StepRecord], lost: Sequence[StepRecord]) -> tup
     records = [*steps, *lost]
     if any(not record.device_time for record in records):
         return None
-    return max(records, key=_total_s).device_time if records else ()
+    return added(max(records, key=_total_s).device_time) if records else ()
 
 
 def time_until_now(

@@ -27,7 +27,7 @@ from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
-from asyncrl.coordinator.registry import mean_states
+from asyncrl.coordinator.registry import added_states
 from asyncrl.coordinator.status import BriefStatus, RunStatus
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.rows import Rows
@@ -85,7 +85,8 @@ class StepRecorder:
     """Makes the records of the steps of a run in order, and shows them in the metrics.
 
     `elapsed_s` returns the seconds since the start of the run, `state_seconds` the learner's seconds by state. `before`
-    is the last record before the run was resumed: totals that processes count from their start continue from it.
+    is the last record before the run was resumed: totals that the learner's process counts from its start continue from
+    it. The coordinator's status has those of the generators since the run began (`GeneratorTotals`).
     `ranks` are the devices of the learner and the critic, and `earlier` the device-seconds before the run was resumed;
     None if they are not known. The records then have no device-seconds.
     """
@@ -122,7 +123,7 @@ class StepRecorder:
             groups_failed=_groups_failed(status),
             ledger_closed=status.account.closed,
             rows_outstanding=rows_outstanding,
-            weight_updates=self._weight_updates(status),
+            weight_updates=status.generators.weight_updates,
             mid_sequence_updates=self._mid_sequence_updates,
             parity_max_nats=status.totals.parity_max_nats if status.totals.replicas else None,
             tokens_continued=status.account.events[Event.TOKENS_CONTINUED],
@@ -167,15 +168,15 @@ class StepRecorder:
             trained_tokens=report.trained_tokens if trained else 0,
             model_flops=report.model_flops,
             mfu_ratio=_mfu_ratio(step),
-            generated_samples=status.totals.samples + (before.generated_samples if before else 0),
+            generated_samples=status.generators.samples,
             generated_tokens=status.account.issued.tokens,
-            learner_state_s=_added(state_seconds, before.learner_state_s if before else {}),
-            generator_state_s=_added(mean_states([status.totals]), before.generator_state_s if before else {}),
+            learner_state_s=added_states(state_seconds, before.learner_state_s if before else {}),
+            generator_state_s=status.generators.state_seconds,
             buffer_groups=status.groups_by_state,
             ledger_groups={fate.value: amount.groups for fate, amount in status.account.fates.items()},
             published_version=0 if step.published is None else step.published.step,
             oldest_replica_version=status.oldest_replica_step,
-            weight_updates=self._weight_updates(status),
+            weight_updates=status.generators.weight_updates,
             mid_sequence_updates=self._mid_sequence_updates,
             reward_components=_components(step),
             reward_parts=_parts(step),
@@ -186,16 +187,10 @@ class StepRecorder:
             diagnostics={name: _finite(value) for name, value in _diagnostics(step).items()} | measured,
             device_time=()
             if self.earlier is None
-            else time_until_now(self.ranks, state_seconds, earlier=self.earlier, generators=status.device_time),
+            else time_until_now(
+                self.ranks, state_seconds, earlier=self.earlier, generators=status.generators.device_time
+            ),
         )
-
-    def _weight_updates(self, status: BriefStatus) -> int:
-        return status.totals.weight_updates + (self.before.weight_updates if self.before else 0)
-
-
-def _added(seconds: Mapping[str, float], earlier: Mapping[str, float]) -> dict[str, float]:
-    """Returns the sums of two mappings of states to seconds."""
-    return {state: seconds.get(state, 0.0) + earlier.get(state, 0.0) for state in {**earlier, **seconds}}
 
 
 def _groups_failed(status: RunStatus) -> dict[str, int]:

@@ -170,7 +170,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     `group_staleness` and `token_staleness` map a staleness in versions to the number of trained groups or tokens.
     `learner_state_s` and `generator_state_s` are total seconds by state since the run started; in a resumed run, those
-    of earlier processes up to the checkpoint are included. The generators' seconds are averaged over the replicas.
+    of earlier processes up to the checkpoint are included, and those of generators that outlive a learner completely.
+    The generators' seconds are averaged over the replicas.
     `generated_samples`, `generated_tokens`, `weight_updates` and `mid_sequence_updates` are totals since the start of
     the run too, summed over the replicas. `ledger_groups` maps each fate to
     its number of groups. `diagnostics` has, by name, the numbers that are not fields of the record: of the step report,

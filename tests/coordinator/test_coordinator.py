@@ -28,7 +28,7 @@ from asyncrl.buffer.records import (
     Reservation,
 )
 from asyncrl.buffer.replay_buffer import ReplayBuffer
-from asyncrl.common.device_time import Device, Devices, DeviceTime, Pool, device_time
+from asyncrl.common.device_time import Devices, Pool, device_time
 from asyncrl.common.names import COORDINATOR
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.version import Lineage, Version
@@ -36,7 +36,7 @@ from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.coordinator import SWEEP_EVERY_S, Coordinator
 from asyncrl.coordinator.registry import AbleReplicas, Attachment, Deployment, ReplicaReport
-from asyncrl.coordinator.status import BriefStatus, Restored, RunSnapshot
+from asyncrl.coordinator.status import BriefStatus, GeneratorTotals, Restored, RunSnapshot
 from asyncrl.data.prompts import Task, prompt_data
 from asyncrl.errors import DatasetError, FailureClass, Fenced, LearnerNotRestored, RunLocked, RunMismatch
 from asyncrl.metrics.catalogue import BUFFER_WAITS, REPLICA_STATES
@@ -755,30 +755,58 @@ async def test_the_next_learner_continues_a_preempted_run_with_the_generators_th
         coordinator.check_attach(FIRST, shared=SHARED, restores=True)
 
 
+async def reports(coordinator: Coordinator, actor: str, number: int) -> GeneratorTotals:
+    """Lets an actor on 2 GPUs report `number` of everything that it counts. Returns the totals of the run."""
+    states = {"generating": float(number)}
+    report = msgspec.structs.replace(
+        report_of(actor),
+        samples=number,
+        weight_updates=number,
+        state_seconds=states,
+        device_time=(device_time(Pool.GENERATORS, Devices.of(gpus=2.0, processes=1), states),),
+    )
+    await coordinator.heartbeat(actor, NOW, 2, progress_of(), report)
+    return coordinator.brief_status().generators
+
+
+def totals_of(number: int, *, mean_s: float) -> GeneratorTotals:
+    """Returns the totals of replicas that reported `number` together, and `mean_s` as their mean seconds."""
+    time = device_time(Pool.GENERATORS, Devices.of(gpus=2.0, processes=1), {"generating": float(number)})
+    return GeneratorTotals(
+        samples=number, weight_updates=number, state_seconds={"generating": mean_s}, device_time=(time,)
+    )
+
+
 @pytest.mark.asyncio
-async def test_generators_that_outlive_a_learner_and_those_of_an_earlier_coordinator_are_each_counted_once() -> None:
-    def spent(seconds: float) -> tuple[DeviceTime, ...]:
-        return (device_time(Pool.GENERATORS, Devices.of(gpus=2.0, processes=1), {"generating": seconds}),)
-
-    async def report(coordinator: Coordinator, seconds: float) -> float:
-        report = msgspec.structs.replace(report_of("a"), device_time=spent(seconds))
-        await coordinator.heartbeat("a", NOW, 2, progress_of(), report)
-        [time] = coordinator.brief_status().device_time
-        return time.total_s
-
+async def test_totals_of_generators_that_outlive_a_learner_are_counted_once() -> None:
     now_s = 0.0
-    first = made(ClearedRows(), clock=lambda: now_s)
-    snapshot = await trained_once(first)
-    assert await report(first, 10.0) == 20.0
-    ranks = DeviceTime(pool=Pool.LEARNER, device=Device.GPU, working_s=7.0)
-    restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)), device_time=(ranks, *spent(9.0)))
+    coordinator = made(ClearedRows(), clock=lambda: now_s)
+    snapshot = await trained_once(coordinator)
+    assert await reports(coordinator, "a", 10) == totals_of(10, mean_s=10.0)
+    recorded = totals_of(9, mean_s=9.0)
+    restored = Restored(snapshot=snapshot, lineage=Lineage((snapshot.version,)), generators=recorded)
     now_s = SILENT_S
-    await first.attach(SECOND, shared=SHARED, restored=restored)
-    assert await report(first, 30.0) == 60.0, "this coordinator has all of their time"
-    second = made(ClearedRows())
-    await second.attach(SECOND, shared=SHARED, restored=restored)
-    assert [time.total_s for time in second.brief_status().device_time] == [18.0]
-    assert await report(second, 1.0) == 20.0
+    await coordinator.attach(SECOND, shared=SHARED, restored=restored)
+    assert await reports(coordinator, "a", 30) == totals_of(30, mean_s=30.0), "9 of them are in the records"
+    await coordinator.leave("a")
+    assert await reports(coordinator, "b", 2) == totals_of(32, mean_s=16.0), "a replica that is gone still counts"
+
+
+@pytest.mark.asyncio
+async def test_totals_of_an_earlier_coordinator_are_added_once_also_over_two_learners() -> None:
+    now_s = 0.0
+    snapshot = await trained_once(made(ClearedRows()))
+    coordinator = made(ClearedRows(), clock=lambda: now_s)
+    assert await reports(coordinator, "a", 1) == totals_of(1, mean_s=1.0), "it may report before a learner attaches"
+    lineage = Lineage((snapshot.version,))
+    restored = Restored(snapshot=snapshot, lineage=lineage, generators=totals_of(9, mean_s=9.0))
+    for _ in range(2):  # the second call repeats the first one, whose answer was lost
+        await coordinator.attach(SECOND, shared=SHARED, restored=restored)
+    assert await reports(coordinator, "a", 3) == totals_of(12, mean_s=12.0)
+    now_s = SILENT_S
+    later = Restored(snapshot=snapshot, lineage=lineage.child(snapshot.version), generators=totals_of(12, mean_s=12.0))
+    await coordinator.attach(msgspec.structs.replace(SECOND, id="third"), shared=SHARED, restored=later)
+    assert await reports(coordinator, "a", 4) == totals_of(13, mean_s=13.0)
 
 
 @pytest.mark.asyncio

@@ -12,9 +12,8 @@ from asyncrl.buffer.fleet import Fleet, actor_of
 from asyncrl.buffer.records import Failure, Refusal, Reservation, Ticket
 from asyncrl.common.device_time import Device, Devices, Pool, device_time
 from asyncrl.common.version import Version
-from asyncrl.coordinator.registry import ReplicaReport, Replicas, ReplicaView
+from asyncrl.coordinator.registry import ReplicaReport, Replicas, ReplicaView, mean_states
 from asyncrl.errors import FailureClass
-from asyncrl.learner.recording import mean_states
 
 
 class Seen(Scene):

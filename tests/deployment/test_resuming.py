@@ -19,10 +19,12 @@ from asyncrl.atomic_write import write_atomically
 from asyncrl.checkpoints.directory import SCHEMA, RunManifest, folder_of, verified, write
 from asyncrl.cli import restarts
 from asyncrl.cli.options import print_previous
+from asyncrl.common.device_time import Device, DeviceTime, Pool
 from asyncrl.common.version import Lineage, Version
 from asyncrl.complete_directory import COMPLETE, unfinished
 from asyncrl.config.load import shared_config
 from asyncrl.config.schema import Config
+from asyncrl.coordinator.status import GeneratorTotals
 from asyncrl.deployment import resuming
 from asyncrl.deployment.learner_log import LearnerLog, going_on
 from asyncrl.deployment.resuming import Choice, chosen_checkpoint, no_checkpoint, step_of, unfinished_run
@@ -228,6 +230,32 @@ def test_a_resumed_run_counts_the_time_of_its_steps_once_and_since_its_first_sta
     # the steps end a second after each other, and 0.9 s after their lease
     assert (spent.trained_s, spent.again_s) == pytest.approx((0.9 + 3, 0.9 + 1))
     assert spent.wall_s >= 3600.0
+
+
+def test_a_resumed_run_brings_a_new_coordinator_the_totals_of_its_records(tmp_path: Path) -> None:
+    def spent(pool: Pool, step: int) -> DeviceTime:
+        return DeviceTime(pool=pool, device=Device.GPU, working_s=float(step + 1))
+
+    config = config_in(tmp_path)
+    with RunDir.create(config) as run:
+        assert LearnerLog(config, run).generators == GeneratorTotals()
+        for step in range(6):
+            times = (spent(Pool.LEARNER, step), spent(Pool.GENERATORS, step))
+            counted: dict[str, Any] = {
+                "generated_samples": 10 * step,
+                "weight_updates": step,
+                "generator_state_s": {"idle": step},
+            }
+            run.append_step(make_step(step, device_time=times, **counted))
+        save(run, 4)
+        run.stopped()
+    with RunDir.create(config) as again:
+        assert LearnerLog(config, again).generators == GeneratorTotals(
+            samples=30,
+            weight_updates=3,
+            state_seconds={"idle": 3.0},
+            device_time=(spent(Pool.GENERATORS, 5),),  # lost steps cost time, too
+        )
 
 
 def test_a_resumed_run_knows_the_evaluations_before(tmp_path: Path) -> None:

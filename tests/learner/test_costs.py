@@ -130,6 +130,14 @@ def test_records_of_another_program_give_costs_and_no_error(number: float) -> No
             assert min(spent.waiting_s, spent.again_s, spent.skipped_s) >= 0.0
 
 
+def test_a_record_of_another_program_with_thousands_of_entries_has_one_cost_for_each_kind_of_device() -> None:
+    many = make_step(0, trained_tokens=10, device_time=(time_of(Pool.LEARNER, 0.5, 0.25, 0.25),) * 5000)
+    again = make_step(1, trained_tokens=10, device_time=(time_of(Pool.LEARNER, 6000.0, 0.0, 0.0),))
+    for records in ([many], [again, many]):
+        assert len(costs(records, lost=[many])) == 1
+    assert earlier_time([many], []) == (time_of(Pool.LEARNER, 2500.0, 1250.0, 1250.0),)
+
+
 def test_records_have_only_pools_and_devices_that_exist() -> None:
     line = msgspec.json.encode(steps_of([0], working_s=0.0)[0])
     assert msgspec.json.decode(line, type=StepRecord).device_time == steps_of([0], working_s=0.0)[0].device_time

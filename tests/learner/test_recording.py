@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from learner_scenes import Scene, judged, skipped, trained
+from made_up_run import make_step
 from stacks import functions_of_asyncrl
 
 from asyncrl.buffer.ledger import Fate
@@ -19,6 +20,7 @@ from asyncrl.common.device_time import Device, Devices, DeviceTime, Pool
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.registry import ReplicaReport, mean_states
+from asyncrl.coordinator.status import GeneratorTotals
 from asyncrl.deployment.run_dir import RecordFile, RunDir
 from asyncrl.errors import FailureClass
 from asyncrl.learner.audit_records import Began, Machine
@@ -235,7 +237,8 @@ async def test_a_record_has_the_device_time_of_all_pools_since_the_run_began() -
     step, metrics = await an_ended_step(), LearnerMetrics()
     generators = DeviceTime(pool=Pool.GENERATORS, device=Device.GPU, waiting_s=1.0, working_s=8.0)
     before = DeviceTime(pool=Pool.LEARNER, device=Device.PROCESS, starting_s=2.0, waiting_s=3.0, working_s=4.0)
-    step = dataclasses.replace(step, status=msgspec.structs.replace(step.status, device_time=(generators,)))
+    totals = GeneratorTotals(device_time=(generators,))
+    step = dataclasses.replace(step, status=msgspec.structs.replace(step.status, generators=totals))
     states = {"starting": 1.0, "waiting_for_groups": 0.5, "optimizer": 2.0}
     recorder = StepRecorder(
         metrics=metrics,
@@ -252,6 +255,28 @@ async def test_a_record_has_the_device_time_of_all_pools_since_the_run_began() -
     assert read("asyncrl_device_seconds_total", labels | {"pool": "generators", "device": "gpu"}) == 1.0
     recorder.earlier = None
     assert recorder.record(step).device_time == (), "sums without the earlier time would be wrong"
+
+
+@pytest.mark.asyncio
+async def test_a_resumed_learner_adds_its_seconds_to_the_last_record_but_not_those_of_generators() -> None:
+    step = await an_ended_step()
+    totals = GeneratorTotals(samples=50, weight_updates=8, state_seconds={"generating": 60.0, "idle": 1.0})
+    step = dataclasses.replace(step, status=msgspec.structs.replace(step.status, generators=totals))
+    before = make_step(
+        0,
+        generated_samples=40,
+        weight_updates=6,
+        generator_state_s={"generating": 45.0},
+        learner_state_s={"starting": 3.0, "optimizer": 4.0},
+    )
+    states = {"starting": 1.0, "other": 2.0}
+    recorder = StepRecorder(
+        metrics=LearnerMetrics(), elapsed_s=lambda: 1.0, state_seconds=lambda: states, before=before
+    )
+    record = recorder.record(step)
+    assert record.learner_state_s == {"starting": 4.0, "optimizer": 4.0, "other": 2.0}
+    assert (record.generated_samples, record.weight_updates) == (50, 8)
+    assert record.generator_state_s == {"generating": 60.0, "idle": 1.0}
 
 
 @pytest.mark.asyncio
