@@ -218,7 +218,7 @@ PUBLIC: tuple[Name | Text, ...] = (
         "vllm.v1.engine.async_llm",
         "AsyncLLM",
         "from_engine_args generate(prompt,sampling_params,request_id,lora_request) abort errored tokenizer "
-        "get_num_unfinished_requests collective_rpc(method,args) reset_prefix_cache(reset_running_requests) "
+        "get_num_unfinished_requests is_paused collective_rpc(method,args) reset_prefix_cache(reset_running_requests) "
         "sleep(level,mode) wake_up(tags) add_lora remove_lora shutdown(timeout)",
         _ENGINE,
     ),

@@ -68,6 +68,7 @@ def change(first: float | None, last: float | None) -> str:
 def cost(spent: PoolCost) -> str:
     """Returns the device-seconds of a pool as text, with their lost parts.
 
+    >>> from asyncrl.common.device_time import Device, Pool
     >>> parts = {"device_s": 2000.0, "starting_s": 100.0, "waiting_s": 500.0, "again_s": 0.0, "skipped_s": 0.0}
     >>> cost(PoolCost(pool=Pool.LEARNER, device=Device.GPU, per_token_s=0.02, **parts))
     '2k GPU-seconds, 0.02 for each trained token; 5% starts, 25% waiting'
