@@ -7,7 +7,6 @@ of its runs alone: the same command skips the runs that have finished and resume
 import asyncio
 import itertools
 import json
-import re
 import shlex
 import sys
 import time
@@ -29,6 +28,7 @@ from asyncrl.deployment.known_runs import as_it_is, process_of
 from asyncrl.errors import ConfigError
 from asyncrl.learner.records import EvalRecord, StepRecord, read_lines
 from asyncrl.views.quantities import duration
+from asyncrl.views.short_values import run_name
 
 OWN_KEYS = ("run.name", "run.dir", "run.seed")
 """Settings that a sweep sets for each run. `run.dir` has the sweep's folder, and `run.seed` is the first seed."""
@@ -105,19 +105,17 @@ def planned(files: Sequence[Path], overrides: Sequence[str], *, name: str, seeds
         chosen = [f"{key}={as_yaml(value)}" for key, value in zip(axes, values, strict=True)]
         given = load_config(files, [*common, *chosen]).run
         for seed in range(given.seed, given.seed + seeds):
-            words = [f"{key.rpartition('.')[2]}-{_word(value)}" for key, value in zip(axes, values, strict=True)]
-            words += [f"seed-{seed}"] if seeds > 1 or not values else []
-            own = [*chosen, f"run.seed={seed}", f"run.dir={given.dir / name}", f"run.name={'_'.join(words)}"]
+            run = run_name(dict(zip(axes, values, strict=True)), seed=seed if seeds > 1 or not values else None)
+            own = [*chosen, f"run.seed={seed}", f"run.dir={given.dir / name}", f"run.name={run}"]
             if given.mirror is not None:
-                own.append(f"run.mirror={given.mirror.rstrip('/')}/{name}/{'_'.join(words)}")
+                own.append(f"run.mirror={given.mirror.rstrip('/')}/{name}/{run}")
             config, warnings = _checked(files, [*common, *own], ", ".join(map(_shown, axes, values)))
             found.append(SweptRun(tuple(own), config))
             print_warnings(warnings if seed == given.seed else [])
     names = [run.name for run in found]
     if twice := {each for each in names if names.count(each) > 1}:
         raise ConfigError(
-            f"two runs of the sweep would have the name {min(twice)}; list each value once, with texts that differ "
-            "in letters or digits"
+            f"two runs of the sweep would have the name {min(twice)}; list each value once, with texts that differ"
         )
     return found
 
@@ -161,13 +159,6 @@ def as_yaml(value: object) -> str:
 
 def _shown(key: str, value: object) -> str:
     return f"{key} = {value if isinstance(value, str) else as_yaml(value)}"
-
-
-def _word(value: object) -> str:
-    """Returns a value as a part of the name of a run."""
-    return re.sub(r"[^a-zA-Z0-9._]+", "-", json.dumps(value) if isinstance(value, dict | list) else str(value)).strip(
-        "-"
-    )
 
 
 def has_finished(run: SweptRun) -> bool:

@@ -17,8 +17,9 @@ from asyncrl.views.seed_statistics import Difference, difference, estimate
 CSV_COLUMNS = (
     "kind", "name", "settings", "number", "n", "value", "low", "high", "p", "test", "compared_with"
 )  # fmt: skip
-"""Columns of the CSV file. `kind` is run, group or difference. `settings` are those of a run by which the runs are
-grouped. `low` and `high` are the ends of the 95 % t-interval. `compared_with` is the group that was subtracted."""
+"""Columns of the CSV file. `kind` is run, group or difference. `settings` are those in which the groups differ, and for
+a run also those by which the runs are grouped. `low` and `high` are the ends of the 95 % t-interval. `compared_with` is
+the group that was subtracted."""
 
 
 class Total(NamedTuple):
@@ -168,10 +169,11 @@ def compare_csv(groups: Sequence[Group]) -> str:
     writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
     found = totals_of(all_runs(groups))
-    for run in all_runs(groups):
+    for of_group, run in [(group.settings, run) for group in groups for run in group.runs]:
         for total in found:
             for seed, value in _values(total, [run]):
-                line: dict[str, object] = {"kind": "run", "name": run.label, "settings": ", ".join(seed)}
+                settings = ", ".join([*of_group, *seed])
+                line: dict[str, object] = {"kind": "run", "name": run.label, "settings": settings}
                 writer.writerow(line | {"number": total.name, "n": 1, "value": value})
     if all(len(group.runs) == 1 for group in groups):
         return text.getvalue()
@@ -179,10 +181,15 @@ def compare_csv(groups: Sequence[Group]) -> str:
         for total in found:
             if mean := estimate([value for _, value in _values(total, group.runs)]):
                 line = {"kind": "group", "name": group.label, "number": total.name, "n": mean.n}
-                writer.writerow(line | {"value": mean.mean, "low": mean.low, "high": mean.high})
+                writer.writerow(
+                    line
+                    | {"settings": ", ".join(group.settings)}
+                    | {"value": mean.mean, "low": mean.low, "high": mean.high}
+                )
     for group, total, compared in differences_to_first(groups):
         line = {"kind": "difference", "name": group.label, "number": total.name, "n": compared.n}
         line |= {"value": compared.mean, "low": compared.low, "high": compared.high, "p": compared.p}
+        line |= {"settings": ", ".join(group.settings)}
         writer.writerow(line | {"test": compared.test, "compared_with": groups[0].label})
     return text.getvalue()
 

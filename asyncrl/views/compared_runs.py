@@ -1,6 +1,5 @@
 """Reads the runs of a comparison, and puts runs that differ only in some settings, such as their seed, into groups."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,16 @@ from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.records import RunInfo, Summary
 from asyncrl.views.charts import DASHES
 from asyncrl.views.report import RunRecords, read_run
+from asyncrl.views.short_values import as_text, digest, short_text
 
 RUN_COLORS = ("blue", "amber", "green", "violet", "red", "teal", "rose", "gray")
-OWN_KEYS = ("run.name", "run.dir")
-"""Settings that name a run. They always differ, so they are not compared."""
+OWN_KEYS = ("run.name", "run.dir", "run.mirror", "metrics.learner_port", "metrics.project", "ray.address")
+"""Settings that name a run, its places or its ports. They say nothing about how a run trains, so they are not
+compared."""
 UNKNOWN = "–"
+_MISSING = object()
 LONGEST_LABEL = 60
-"""Characters of a group's settings that are used as its name. A group with more has the name of its first run."""
+"""Characters of a group's settings in its label. With more, the label has the first ones and a hash of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +39,11 @@ class Compared:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """Runs that differ only in the settings of `--by`; a single run without them. It keeps its colour and the dash
-    pattern of its lines in all charts."""
+    pattern of its lines in all charts. `settings` are those in which it differs from other groups, each as
+    `key=value` with its dotted key and its full value."""
 
     label: str
+    settings: Sequence[str]
     color: str
     dash: int
     runs: Sequence[Compared]
@@ -135,37 +139,63 @@ def _groups(runs: Sequence[Compared], by: Sequence[str]) -> Iterator[Group]:
         same = tuple(pair for pair in rest if pair[0] not in OWN_KEYS and not _is_of(pair[0], by))
         together.setdefault(same if by else place, []).append(run)
     found = list(together.values())
-    rows = differences([members[0].records.config for members in found], but=by)
-    for index, members in enumerate(found):
-        settings = ", ".join(f"{row.name.rpartition('.')[2]}={row.values[index]}" for row in rows)
-        named = (
-            settings
-            if settings and len(settings) <= LONGEST_LABEL
-            else f"{members[0].label} and {len(members) - 1} more"
-        )
+    of_groups = _differing([members[0].records.config for members in found], by=by)
+    for index, (members, settings) in enumerate(zip(found, of_groups, strict=True)):
+        first = members[0].label
+        single = first if len(members) == 1 else f"{first} and {len(members) - 1} more"
         yield Group(
-            label=named if len(members) > 1 else members[0].label,
+            label=_label(settings) if by and settings else single,
+            settings=[f"{key}={as_text(value)}" for key, value in settings.items()],
             color=RUN_COLORS[index % len(RUN_COLORS)],
             dash=index // len(RUN_COLORS) % (DASHES + 1),
             runs=members,
         )
 
 
+def _label(settings: Mapping[str, object]) -> str:
+    """Returns the settings as a label of at most `LONGEST_LABEL` characters."""
+    words = [f"{key.rpartition('.')[2]}={short_text(key, value)}" for key, value in settings.items()]
+    label = ", ".join(words)
+    if len(label) <= LONGEST_LABEL:
+        return label
+    end = f"… {digest(settings)}"
+    while words and len(", ".join([*words, end])) > LONGEST_LABEL:
+        words.pop()
+    return ", ".join([*words, end])
+
+
+def _differing(configs: Sequence[Config], *, by: Sequence[str]) -> list[dict[str, object]]:
+    """Returns the settings in which the configurations differ, by dotted key, for each configuration.
+
+    A setting that some configuration does not have, such as an option of a loss of one's own, is part of the innermost
+    section or mapping that all of them have: `algorithm.loss` is `aipo` in one, and a mapping in another.
+    """
+    trees = [config.model_dump(mode="json") for config in configs]
+    keys = dict.fromkeys(_in_all(row.name, trees) for row in differences(configs, but=by))
+    outer = [key for key in keys if not any(other != key and _is_of(key, [other]) for other in keys)]
+    return [{key: _at(tree, key) for key in outer} for tree in trees]
+
+
+def _in_all(key: str, trees: Sequence[object]) -> str:
+    while any(_at(tree, key) is _MISSING for tree in trees):
+        key = key.rpartition(".")[0]
+    return key
+
+
+def _at(tree: object, key: str) -> object:
+    """Returns the value of a dotted key in a tree of mappings; `_MISSING` without one."""
+    for name in key.split("."):
+        tree = tree.get(name, _MISSING) if isinstance(tree, Mapping) else _MISSING
+    return tree
+
+
 def differences(configs: Sequence[Config], *, but: Sequence[str] = ()) -> list[Row]:
     """Returns the settings in which the configurations differ, each with its value in each of them, without those of
     `but`. Dotted keys of the first configuration come first, in the order of the schema."""
     flat = [flat_config(config) for config in configs]
-    missing = object()
     rows = []
     for key in dict.fromkeys(key for settings in flat for key in settings):
-        values = [settings.get(key, missing) for settings in flat]
+        values = [settings.get(key, _MISSING) for settings in flat]
         if key not in OWN_KEYS and not _is_of(key, but) and any(value != values[0] for value in values):
-            rows.append(Row(key, [UNKNOWN if value is missing else as_text(value) for value in values]))
+            rows.append(Row(key, [UNKNOWN if value is _MISSING else as_text(value) for value in values]))
     return rows
-
-
-def as_text(value: object) -> str:
-    """Returns the value of a setting as text."""
-    if value is None:
-        return "unset"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,8 +18,10 @@ from typer.testing import CliRunner
 from asyncrl.cli.main import app
 from asyncrl.cli.sweep import SweptRun, as_yaml, divided, has_finished, planned, train_all
 from asyncrl.config.load import parse_yaml
+from asyncrl.config.schema import RunSection
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import ConfigError
+from asyncrl.views.short_values import run_name
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -61,6 +64,44 @@ def test_each_combination_has_a_run_for_each_seed(in_tmp_path: None) -> None:
     assert {run.config.learner.total_steps for run in runs} == {37}
     assert runs[0].directory == Path("there/mine/loss-tis_max_versions-1_seed-5")
     assert len({run.directory for run in runs}) == 8
+
+
+AXES = "{surrogate: {kind: linear}, anchor: behaviour, level: token}"
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        (f"algorithm.loss=aipo,{AXES}", r"loss-aipo loss-axes-[0-9a-f]{6}"),
+        ("algorithm.overrides={},{surrogate: {hi: 1.2}}", r"overrides-none overrides-axes-[0-9a-f]{6}"),
+        (f"data.system_prompt={'a' * 80},b", r"system_prompt-a{24}-[0-9a-f]{6} system_prompt-b"),
+        ("data.system_prompt=a b,a+b,a-b", r"(system_prompt-a-b-[0-9a-f]{6} ){2}system_prompt-a-b"),
+    ],
+)  # fmt: skip
+def test_the_name_of_a_run_is_valid_for_every_value_and_the_same_each_time(
+    override: str, names: str, in_tmp_path: None
+) -> None:
+    runs = [run.name for run in planned(FILES, [override], name="mine", seeds=1)]
+    assert re.fullmatch(names, " ".join(runs))
+    assert len({*runs}) == len(runs)
+    assert [run.name for run in planned(FILES, [override], name="other", seeds=1)] == runs
+
+
+def test_a_hash_in_a_name_is_that_of_the_value_alone() -> None:
+    value = parse_yaml(AXES, source="test")
+    assert isinstance(value, dict)
+    name = run_name({"algorithm.loss": value}, seed=None)
+    assert name == "loss-axes-6f578b", "runs of earlier sweeps are found by it"
+    assert run_name({"algorithm.loss": dict(reversed(value.items()))}, seed=3) == f"{name}_seed-3"
+
+
+def test_a_name_of_many_values_is_cut_and_differs_for_each_combination() -> None:
+    names = {
+        run_name({f"generator.setting_with_a_name_{n}": n + last for n in range(5)}, seed=2**31 - 1) for last in (0, 1)
+    }
+    assert len(names) == 2
+    for name in names:
+        RunSection(name=name)
 
 
 @pytest.mark.parametrize("value", ["a, b", 1e-6, {"hi": math.inf, "lo": -math.inf}, [True, None], "Infinity", "é: x"])

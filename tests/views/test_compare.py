@@ -27,6 +27,7 @@ from asyncrl.views.compare_curves import Axis, Figure, common_places, curves, va
 from asyncrl.views.compare_numbers import CSV_COLUMNS, all_runs, compare_csv, group_table, totals
 from asyncrl.views.compared_runs import Group, differences, read_compared
 from asyncrl.views.seed_statistics import t_quantile
+from asyncrl.views.short_values import run_name
 
 pytestmark = pytest.mark.slow
 
@@ -247,6 +248,68 @@ def test_runs_that_differ_only_in_the_seed_are_a_group_with_a_mean_and_an_interv
     assert groups[1].note is None
     assert len(read(*seeds)) == 6
     assert len(read(*seeds, by=["run", "staleness.max_versions"])) == 1, "a section, and several keys"
+
+
+SNIS = {"name": "mine.snis:SNIS", "cap": 1.5}
+AXES = {"surrogate": {"kind": "linear"}, "anchor": "behaviour", "level": "token"}
+
+
+def of_losses(folder: Path, losses: Sequence[object], **settings: object) -> list[Path]:
+    """Writes a run of two seeds for each loss, with names as `asyncrl sweep` gives them."""
+    return [
+        write_run(
+            folder,
+            [make_step(0), make_step(1)],
+            name=run_name({"algorithm.loss": loss}, seed=seed),
+            seed=seed,
+            settings={"algorithm.loss": loss, "metrics.learner_port": 9000 + seed, **settings},
+        )
+        for loss in losses
+        for seed in range(2)
+    ]
+
+
+def test_the_label_of_a_group_says_in_which_settings_it_differs_from_the_others_of_all_sweeps(tmp_path: Path) -> None:
+    paths = of_losses(tmp_path / "losses", ["aipo", SNIS, AXES])
+    paths += of_losses(tmp_path / "overrides", ["aipo"], **{"algorithm.overrides": {"surrogate": {"hi": 1.2}}})
+    groups = read(*paths, by=["run.seed"])
+    axes = run_name({"algorithm.loss": AXES}, seed=None).removeprefix("loss-")
+    assert [group.label for group in groups] == [
+        "loss=aipo, overrides={}",
+        "loss=mine.snis:SNIS cap=1.5, overrides={}",
+        f"loss={axes}, overrides={{}}",
+        'loss=aipo, overrides=surrogate={"hi": 1.2}',
+    ]
+    assert list(groups[2].settings) == [f"algorithm.loss={json.dumps(AXES)}", "algorithm.overrides={}"]
+    assert [group.label for group in read(*paths[:4], by=["run.seed"])] == [
+        "loss=aipo", "loss=mine.snis:SNIS cap=1.5"
+    ]  # fmt: skip
+    assert [group.label for group in read(paths[0], paths[3], by=["run.seed"])] == [
+        "loss=aipo", "loss=mine.snis:SNIS cap=1.5"
+    ], "groups of one run"  # fmt: skip
+
+
+def test_the_csv_has_the_full_settings_of_groups_and_runs(tmp_path: Path) -> None:
+    paths = of_losses(tmp_path, ["aipo", AXES])
+    rows = list(csv.DictReader(io.StringIO(compare_csv(read(*paths, by=["run.seed"])))))
+    full = f"algorithm.loss={json.dumps(AXES)}"
+    of_kind = {kind: {row["settings"] for row in rows if row["kind"] == kind} for kind in ("group", "difference")}
+    assert of_kind == {"group": {"algorithm.loss=aipo", full}, "difference": {full}}
+    assert rows[-1]["name"] == run_name({"algorithm.loss": AXES}, seed=None).replace("loss-", "loss=")
+    assert {row["settings"] for row in rows if row["name"] == paths[3].name} == {f"{full}, run.seed=1"}
+
+
+def test_a_label_of_many_settings_has_the_first_ones_and_a_hash_of_all(tmp_path: Path) -> None:
+    paths = [
+        write_run(tmp_path, [make_step(0)], name=f"r{n}", seed=n % 2, settings={
+            "data.system_prompt": "x" * 20, "algorithm.loss": "aipo" if n < 2 else SNIS,
+            "learner.total_steps": 10 + n // 2, "generator.max_completion_tokens": 8 + n // 2,
+        })
+        for n in range(4)
+    ]  # fmt: skip
+    first, second = (group.label for group in read(*paths, by=["run.seed"]))
+    assert first == "max_completion_tokens=8, total_steps=10, loss=aipo"
+    assert re.fullmatch(r"max_completion_tokens=9, total_steps=11, … [0-9a-f]{6}", second)
 
 
 def test_the_curve_of_a_group_is_the_mean_with_its_interval_where_all_runs_have_values(seeds: list[Path]) -> None:

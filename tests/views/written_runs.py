@@ -2,14 +2,14 @@
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 from made_up_run import TOTALS, make_process, make_step
 
-from asyncrl.config.schema import Config
+from asyncrl.config.load import load_config
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.learner.records import (
     LOST_STEPS,
@@ -80,14 +80,14 @@ def write_run(
     name: str = "quick",
     limit: int = 2,
     seed: int = 0,
+    settings: Mapping[str, object] | None = None,
 ) -> Path:
     """Writes a run with these steps, each with a sample, and returns its path.
 
-    `finish` writes the summary. With `end=None` the run still goes on.
+    `settings` are further ones by dotted key. `finish` writes the summary. With `end=None` the run still goes on.
     """
-    config = Config.model_validate(
-        {"run": {"name": name, "dir": str(folder), "seed": seed}, "staleness": {"max_versions": limit}}
-    )
+    own = {"run": {"name": name, "dir": str(folder), "seed": seed}, "staleness": {"max_versions": limit}}
+    config = load_config([own, settings or {}])
     run = RunDir.create(config)
     for record in steps:
         run.append_step(record)
