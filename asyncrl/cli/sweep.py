@@ -5,6 +5,7 @@ of its runs alone: the same command skips the runs that have finished and resume
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import shlex
@@ -30,6 +31,8 @@ from asyncrl.learner.records import EvalRecord, StepRecord, read_lines
 from asyncrl.views.quantities import duration
 from asyncrl.views.short_values import run_name
 
+LOOK_S = 1.0
+"""Time between two looks at a run that another sweep trains, seconds."""
 OWN_KEYS = ("run.name", "run.dir", "run.seed")
 """Settings that a sweep sets for each run. `run.dir` has the sweep's folder, and `run.seed` is the first seed."""
 
@@ -191,18 +194,25 @@ async def train_all(
     when a signal asks the sweep to end are left out."""
     room, ending = asyncio.Semaphore(parallel), Ending()
     processes = TrainingProcesses(ending)
-    failed: list[str] = []
+    failed, waiting = list[str](), {first + number for number in range(len(runs))}
 
     async def train(number: int, run: SweptRun, command: Sequence[str]) -> None:
         async with room:
             if (left := process_of(run.directory)) is not None:
                 say(f"{run.name}: waits for the end of process {left.pid}, which has this run")
-                await asyncio.to_thread(left.wait)
+                # not until the process ends, because it may train other runs of its sweep
+                while process_of(run.directory) == left and not ending.asked.is_set():
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_S):
+                            await ending.asked.wait()
+            waiting.discard(number)
             if ending.asked.is_set() or has_finished(run):
                 return
             say(f"run {number} of {of}: {run.name} (watch it: asyncrl top {shlex.quote(str(run.directory))})")
             began_s = time.monotonic()
             code = await processes.train(command, run.config, log=run.log)
+            if not waiting:  # other runs may go on for hours, and no run needs the devices of this one
+                await processes.close()
             took = duration(time.monotonic() - began_s)
             if code not in (0, PREEMPTED):
                 failed.append(run.name)
@@ -213,8 +223,10 @@ async def train_all(
                 say(f"  {run.name} ended after {took}{heldout(run)}")
 
     with ended_by_signals(ending):
-        await asyncio.gather(*(map(train, itertools.count(first), runs, commands)))
-        await processes.close()
+        try:
+            await asyncio.gather(*(map(train, itertools.count(first), runs, commands)))
+        finally:
+            await processes.close()
     if ending.asked.is_set():
         say("the sweep was asked to end; the same command continues it")
         raise typer.Exit(130)
@@ -222,7 +234,8 @@ async def train_all(
 
 
 def last_error(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("error: ")]
+    text = log.read_text(errors="replace") if log.exists() else ""
+    lines = [line for line in text.splitlines() if line.startswith("error: ")]
     return lines[-1].removeprefix("error: ") if lines else "no error was printed"
 
 

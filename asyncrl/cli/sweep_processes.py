@@ -26,6 +26,7 @@ from asyncrl.common.tasks import cancelled
 from asyncrl.config.load import flat_config
 from asyncrl.config.parts import all_configs
 from asyncrl.config.schema import Config
+from asyncrl.deployment.launch import INTERRUPTED
 from asyncrl.parent_death import die_with
 
 MAY_DIFFER = (
@@ -158,6 +159,8 @@ class TrainingProcesses:
         """Trains the run `config`, whose command in a process of its own is `command`. Returns the exit code of the
         command."""
         wanted = kept_for(config)
+        for dead in [process for process in self._idle if process.process.returncode is not None]:
+            del self._idle[dead]
         fitting = next((process for process, shared in self._idle.items() if shared == wanted), None)
         others = [process for process in self._idle if process is not fitting]
         self._idle.clear()  # before the first wait, because several runs may start at the same time
@@ -165,7 +168,10 @@ class TrainingProcesses:
         if fitting is not None:
             fitting.give(Order(words=[*command[command.index("asyncrl") + 1 :]], log=str(log)))
             ended = await self._trained(fitting, wanted)
-            code = RESTART_MENDS if ended is None else ended.code
+            if ended is not None:
+                code = ended.code
+            else:  # it was killed, or `asyncrl down --now` or a second signal has ended it
+                code = INTERRUPTED if await fitting.process.wait() == INTERRUPTED else RESTART_MENDS
             if code != RESTART_MENDS or self.ending.asked.is_set() or config.run.max_restarts == 0:
                 return code
             say(f"  the process of an earlier run, which trained {config.run.name}, has died; a new one continues it")

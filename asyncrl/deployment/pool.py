@@ -656,6 +656,7 @@ class GeneratorDeployment:
         self._cluster = cluster
         self._asked = asked
         self._grace_left_s = grace_left_s or (lambda: config.run.shutdown_grace_s)
+        self._may_keep = kept is not None
         self._watch_every_s = watch_every_s
         self._prompts = prompts
         self._deployment = new_deployment(Role.GENERATOR, replicas=config.generator.replicas)
@@ -717,6 +718,7 @@ class GeneratorDeployment:
                 logger.info("%s", line)
             if not self._stays(status.state):
                 logger.info("the run is %s", status.state)
+                self._pool.keeps |= self._may_keep and status.state is RunState.FINISHED
                 return status.state
             # `run.stall_timeout_s` limits the time without progress. A learner that closes the run evaluates and saves,
             # and one that restores a checkpoint loads it. Both may take longer. Before the first step, the learner may

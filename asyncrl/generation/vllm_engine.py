@@ -49,6 +49,8 @@ ENGINE_EXIT_S = 1.0
 nothing to save, and Python needs 4 s of CPU time to end one of them in order."""
 NO_VERSION = "default"
 """vLLM's label of the weights with which an engine starts. It is no version, so a token with it would end the run."""
+UNREAD_FILES = frozenset({"tiny.json"})
+"""Files of a model's directory that no engine reads: `asyncrl.demo.directory.TINY_RECIPE`."""
 WEIGHT_FILES = (".safetensors", ".bin", ".pt")
 """Suffixes of files that a model's directory may have and that no engine without adapters reads."""
 PROGRESS_EVERY_S = 0.5
@@ -217,7 +219,8 @@ class VLLMEngine:
         the model. Only its seed may be another one.
         """
         settings = _settings(config, model_path=model_path, load_weights=False, sleep_mode=False)
-        if differing := [key for key, value in settings.items() if self._settings.get(key) != value]:
+        keys = {*settings, *self._settings}
+        if differing := [key for key in keys if settings.get(key) != self._settings.get(key)]:
             raise RunError(f"a new engine of this run would have other settings: {', '.join(sorted(differing))}")
         await self._llm.collective_rpc("seed_samples", args=(engine_seed(config.run.seed, name),))
         tokenizer = load_tokenizer(model_path, chat=config.data.chat, chat_options=config.data.chat_options)
@@ -439,7 +442,8 @@ class VLLMEngine:
 
 def _settings(config: Config, *, model_path: str, load_weights: bool, sleep_mode: bool) -> dict[str, object]:
     """Returns all on which the processes of an engine depend, except its seed: vLLM's arguments, the environment
-    variables that asyncrl sets, and the model's files beside its weights, which come from the learner."""
+    variables that asyncrl sets, and the model's files beside its weights, which come from the learner. The recipe of a
+    tiny model is left out: it changes with the questions, and so with the seed."""
     device = device_of(config)
     arguments = engine_arguments(
         config, device=device, model_path=model_path, name="", load_weights=load_weights, sleep_mode=sleep_mode
@@ -447,7 +451,9 @@ def _settings(config: Config, *, model_path: str, load_weights: bool, sleep_mode
     del arguments["seed"]
     folder = Path(model_path)
     found = folder.iterdir() if folder.is_dir() else ()  # without a folder, vLLM takes the name of a model on the Hub
-    described = [path for path in found if path.is_file() and path.suffix not in WEIGHT_FILES]
+    described = [
+        path for path in found if path.is_file() and path.suffix not in WEIGHT_FILES and path.name not in UNREAD_FILES
+    ]
     files = {path.name: xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in described}
     return {**arguments, "environment": engine_environment(config, {}), "files of the model": files}
 

@@ -1,6 +1,7 @@
 """`asyncrl sweep`: its runs by combination and seed, and what it does with the processes that train them."""
 
 import asyncio
+import itertools
 import math
 import os
 import re
@@ -15,6 +16,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from asyncrl.cli import sweep
 from asyncrl.cli.main import app
 from asyncrl.cli.sweep import SweptRun, as_yaml, divided, has_finished, planned, train_all
 from asyncrl.config.load import parse_yaml
@@ -197,6 +199,21 @@ def test_a_signal_ends_the_process_in_order_and_starts_no_other(in_tmp_path: Non
     assert ended.value.exit_code == 130
     assert Path("saved").read_text() == str(int(signal.SIGTERM))
     assert not Path("second").exists()
+
+
+def test_a_run_of_another_sweep_is_waited_for_and_not_its_process(
+    in_tmp_path: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process may train other runs of its sweep, which may wait for a run of this one."""
+    looks = itertools.count()
+    monkeypatch.setattr(sweep, "LOOK_S", 0.01)
+    monkeypatch.setattr(sweep, "process_of", lambda _: psutil.Process() if next(looks) < 3 else None)
+    assert asyncio.run(train_all(runs_of(1), [program("pass")], parallel=1, first=1, of=1)) == []
+    assert next(looks) > 3
+
+
+def test_a_run_whose_log_is_missing_has_no_error(in_tmp_path: None) -> None:
+    assert sweep.last_error(Path("absent.log")) == "no error was printed"
 
 
 def test_the_process_of_a_run_ends_with_a_sweep_that_is_killed(in_tmp_path: None) -> None:

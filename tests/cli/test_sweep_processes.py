@@ -11,7 +11,8 @@ import pytest
 
 from asyncrl.cli.restarts import RESTART_MENDS
 from asyncrl.cli.sweep import SweptRun, planned, train_all
-from asyncrl.cli.sweep_processes import kept_for
+from asyncrl.cli.sweep_processes import Ending, TrainingProcess, TrainingProcesses, kept_for
+from asyncrl.deployment.launch import INTERRUPTED
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -88,6 +89,44 @@ def test_without_restarts_such_a_run_has_failed(in_tmp_path: None) -> None:
     runs = planned(FILES, ["run.max_restarts=0"], name="mine", seeds=2)
     failed, by_process = trained(runs, "name == 'seed-1' and os.kill(os.getpid(), 9)")
     assert (failed, by_process) == (["seed-1"], [["seed-0", "seed-1"]])
+
+
+def test_a_run_that_a_second_signal_ends_at_once_is_not_continued(in_tmp_path: None) -> None:
+    runs = planned(FILES, [], name="mine", seeds=3)
+    failed, by_process = trained(runs, f"name == 'seed-1' and os._exit({INTERRUPTED})")
+    assert (failed, by_process) == (["seed-1"], [["seed-0", "seed-1"], ["seed-2"]])
+
+
+@pytest.mark.asyncio
+async def test_a_process_that_has_died_without_a_run_gets_none(in_tmp_path: None) -> None:
+    [run] = planned(FILES, ["run.max_restarts=0"], name="mine", seeds=1)
+    shared = kept_for(run.config)
+    assert shared is not None
+    dead = await TrainingProcess.start([sys.executable, "-S", "-c", "pass"], log=Path("dead.log"))
+    await dead.process.wait()
+    processes = TrainingProcesses(Ending(), {dead: shared})
+    try:
+        assert await processes.train(command("pass", run), run.config, log=run.log) == 0
+    finally:
+        await processes.close()
+        await dead.close()
+
+
+def test_a_process_without_a_run_ends_when_no_other_run_waits(in_tmp_path: None) -> None:
+    """It would keep its devices for as long as other runs train."""
+    runs = planned(FILES, [], name="mine", seeds=2)
+    waits = """
+import time
+deadline_s = time.monotonic() + 60
+def pids():
+    return [int(line.split()[1]) for line in open('trained') if line.startswith('seed-0')]
+while not pids() or os.path.exists(f'/proc/{pids()[0]}'):
+    time.sleep(0.05)
+    if time.monotonic() > deadline_s:
+        raise SystemExit(1)
+"""
+    failed, _ = trained(runs, f"name == 'seed-1' and exec({waits!r}, globals())", parallel=2)
+    assert failed == []
 
 
 def test_processes_below_a_run_do_not_see_the_socket(in_tmp_path: None) -> None:

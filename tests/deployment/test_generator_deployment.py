@@ -1,6 +1,7 @@
 """A generator deployment requests the resources of the config from Ray, and sends heartbeats from its start on."""
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from asyncrl.coordinator.registry import OVER
 from asyncrl.coordinator.status import OwnReplicas, RunStatus
 from asyncrl.deployment import pool
 from asyncrl.deployment.inputs import Prompts
-from asyncrl.deployment.pool import COUNT_EVERY_S, GeneratorDeployment, Progress
+from asyncrl.deployment.pool import COUNT_EVERY_S, GeneratorDeployment, Progress, Replica
 from asyncrl.errors import CallTimeout, ConfigError, RunError, RunMismatch, StallError
 
 
@@ -233,6 +234,17 @@ async def test_a_deployment_ends_with_its_run_and_returns_how_the_run_ended(stat
     cluster.answers["brief_status"] = lambda: make_status(state=state)
     async with asyncio.timeout(60):
         assert await deployment_of(config, cluster=cluster, watch_every_s=0.0).run(asyncio.Event()) is state
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("state", OVER)
+async def test_a_deployment_that_sees_the_end_first_keeps_the_replicas_of_a_finished_run(state: RunState) -> None:
+    config, actors, kept, looks = Config(), MadeUpActors(), list[Replica](), itertools.count()
+    cluster = OneProcessCluster(config)
+    cluster.answers["brief_status"] = lambda: make_status(state=RunState.RUNNING if next(looks) < 5 else state)
+    async with asyncio.timeout(60):
+        await deployment_of(config, cluster=cluster, actors=actors, kept=kept, watch_every_s=0.0).run(asyncio.Event())
+    assert len(kept) == (state is RunState.FINISHED)
 
 
 @pytest.mark.asyncio

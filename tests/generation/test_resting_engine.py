@@ -9,6 +9,7 @@ import pytest
 
 from asyncrl.common.version import Version
 from asyncrl.config.load import load_config
+from asyncrl.demo.directory import TINY_RECIPE
 from asyncrl.errors import RunError
 from asyncrl.generation import vllm_engine
 from asyncrl.generation.prefixes import engine_seed
@@ -116,6 +117,24 @@ async def test_the_engine_of_the_next_run_has_its_seed_and_no_weights_and_counts
     counted.append(vllm_engine.PromptTokens(30, 5))
     assert after.prompt_tokens == (21, 1)
     assert next(after._requests) == 0
+
+
+@pytest.mark.asyncio
+async def test_an_argument_that_the_next_run_does_not_set_is_another_setting_too(model: Path) -> None:
+    before = engine_of(IdleLLM(), model, "generator.engine_args={max_num_partial_prefills: 1}")
+    await before.rest()
+    with pytest.raises(RunError, match="max_num_partial_prefills"):
+        await before.taken_over(load_config([], []), model_path=str(model), name="a")
+
+
+@pytest.mark.asyncio
+async def test_the_recipe_of_a_tiny_model_may_differ(model: Path) -> None:
+    """It changes with the questions of the seed, and no engine reads it."""
+    (model / TINY_RECIPE).write_text("1")
+    before = engine_of(IdleLLM(), model)
+    await before.rest()
+    (model / TINY_RECIPE).write_text("2")
+    await before.taken_over(load_config([], ["run.seed=3"]), model_path=str(model), name="a")
 
 
 @pytest.mark.asyncio
