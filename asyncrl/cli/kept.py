@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from asyncrl.cli import restarts
+from asyncrl.errors import ConfigError
 from asyncrl.metrics.states import monotonic_at_process_start
 
 SOCKET = "ASYNCRL_SWEEP_SOCKET"
@@ -55,6 +56,7 @@ class KeptProcess:
 
     def __post_init__(self) -> None:
         self._ray: Any = None
+        self._shared: bytes | None = None
         self._orders = self.sweep.makefile("rb")
 
     def train_each(self, app: Callable[..., object]) -> NoReturn:
@@ -80,10 +82,19 @@ class KeptProcess:
             words, self.came_s = order.words, time.monotonic()
             _write_output_to(order.log)
 
-    def ray_of(self, start: Callable[[], Started]) -> Started:
-        """Returns the Ray that this process has started. Starts it by `start` for the first run."""
+    def ray_of(self, shared: bytes | None, start: Callable[[], Started]) -> Started:
+        """Returns the Ray that this process has started. Starts it by `start` for the first run. `shared` are the
+        settings in which the runs of this process are equal (`asyncrl.cli.sweep_processes.kept_for`).
+
+        Raises ConfigError if the present run has others: the sweep has compared those of its own start.
+        """
         if self._ray is None:
-            self._ray = start()
+            self._ray, self._shared = start(), shared
+        elif shared != self._shared:
+            raise ConfigError(
+                "a configuration file of the sweep has changed since the sweep began, so this run does not fit to the "
+                "engines of the run before; let the files be as they were, or give the sweep another --name"
+            )
         ray: Started = self._ray
         return ray
 

@@ -48,6 +48,7 @@ from asyncrl.cli.options import (
     print_previous,
     weights_named,
 )
+from asyncrl.cli.sweep_processes import kept_for
 from asyncrl.cli.terminal import print_warnings, show_cursor
 from asyncrl.common.roles import Role, RunState
 from asyncrl.common.tasks import Stopped, check_stop, running
@@ -350,7 +351,8 @@ async def _run_both(
     await check_stop(stop)  # importing Ray, starting Ray and importing torch block the event loop for seconds
     if config.ray.address is None:
         screen.starting(config, "starting Ray")
-        local = parts.start_ray(config) if KEPT is None else KEPT.ray_of(partial(parts.start_ray, config))
+        start_ray = partial(parts.start_ray, config)
+        local = start_ray() if KEPT is None else KEPT.ray_of(kept_for(config), start_ray)
         run_dir.started_ray(local.address, session=local.session_folder)
     else:
         run_dir.started_ray(parts.joined_address() if config.ray.address == "auto" else config.ray.address)

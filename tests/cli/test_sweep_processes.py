@@ -3,16 +3,19 @@ to a new process. A process ends after a run that did not finish, and takes no o
 
 import asyncio
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from asyncrl.cli.kept import KeptProcess
 from asyncrl.cli.restarts import RESTART_MENDS
 from asyncrl.cli.sweep import SweptRun, planned, train_all
 from asyncrl.cli.sweep_processes import Ending, TrainingProcess, TrainingProcesses, kept_for
 from asyncrl.deployment.launch import INTERRUPTED
+from asyncrl.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -127,6 +130,15 @@ while not pids() or os.path.exists(f'/proc/{pids()[0]}'):
 """
     failed, _ = trained(runs, f"name == 'seed-1' and exec({waits!r}, globals())", parallel=2)
     assert failed == []
+
+
+def test_a_run_whose_files_have_changed_since_the_sweep_began_gets_no_ray_of_a_run_before() -> None:
+    ours, its = socket.socketpair()
+    with ours, its:
+        kept = KeptProcess(sweep=its)
+        assert [kept.ray_of(b"a", lambda: 1), kept.ray_of(b"a", lambda: 2)] == [1, 1]
+        with pytest.raises(ConfigError, match="a configuration file of the sweep has changed"):
+            kept.ray_of(b"b", lambda: 2)
 
 
 def test_processes_below_a_run_do_not_see_the_socket(in_tmp_path: None) -> None:
