@@ -299,7 +299,9 @@ async def test_a_run_that_is_asked_to_end_ends_replicas_that_do_not_generate_and
     scene.kill(starting)
     await asyncio.sleep(0)
     await scene.look(until_done=False)
-    assert f"{starting}.2" in scene.made
+    async with asyncio.timeout(60):
+        while f"{starting}.2" not in scene.made:
+            await asyncio.sleep(0)
     scene.kill(lost, EngineDied("killed"))
     await asyncio.sleep(0)
     scene.pool.end_idle()
