@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import msgspec
 import psutil
 
-from asyncrl.environments.scoring_messages import MAX_REPLY_BYTES, Message, Progress
+from asyncrl.environments.scoring_messages import MAX_REPLY_BYTES, Message, Progress, decode
 from asyncrl.environments.secrets import Secrets
 from asyncrl.shown_text import escaped
 
@@ -277,7 +276,7 @@ class ScoringChild:
                 raise Died(f"sent a message beyond the limit of {MAX_REPLY_BYTES} bytes")
         line, self._received = bytes(self._received[:end]), self._received[end + 1 :]
         try:
-            return msgspec.json.decode(line, type=kind)
+            return decode(line, kind)
         except (ValueError, RecursionError) as error:  # a DecodeError of msgspec is a ValueError, as that of UTF-8 is
             raise Died(f"sent a malformed message, {error}") from error
 

@@ -6,7 +6,7 @@ import mmap
 import os
 import time
 from enum import StrEnum
-from typing import Annotated, TypeVar
+from typing import Annotated, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
@@ -109,6 +109,15 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Message = TypeVar("Message", bound=msgspec.Struct)
+_KINDS: tuple[type[msgspec.Struct], ...] = (Start, Started, Request, Reply)
+_DECODERS = {kind: msgspec.json.Decoder(kind) for kind in _KINDS}
+"""Made by the one thread that imports this module. If several threads decode a type for the first time, msgspec 0.22
+may end the process with SIGSEGV: it stores what it knows about the type before that is complete."""
+
+
+def decode(line: bytes, kind: type[Message]) -> Message:
+    """Decodes a message. Raises ValueError or RecursionError for another text."""
+    return cast(Message, _DECODERS[kind].decode(line))
 
 
 def sendable(text: str) -> str:

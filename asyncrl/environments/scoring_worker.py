@@ -14,7 +14,6 @@ import socket
 import sys
 from typing import BinaryIO
 
-import msgspec
 import psutil
 
 from asyncrl.config.schema import EnvironmentSection
@@ -27,6 +26,7 @@ from asyncrl.environments.scoring_messages import (
     Request,
     Start,
     Started,
+    decode,
     encode,
     sendable,
 )
@@ -88,7 +88,7 @@ def _receive(messages: BinaryIO, kind: type[Message]) -> Message:
     line = messages.readline()
     if not line.endswith(b"\n"):
         os._exit(0)  # the parent has closed its end or has died
-    return msgspec.json.decode(line, type=kind)
+    return decode(line, kind)
 
 
 def _die_with(parent_pid: int) -> None:
