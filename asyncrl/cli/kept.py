@@ -92,7 +92,7 @@ class KeptProcess:
             self._ray, self._shared = start(), shared
         elif shared != self._shared:
             raise ConfigError(
-                "a configuration file of the sweep has changed since the sweep began, so this run does not fit to the "
+                "a configuration file of the sweep has changed since the sweep began, so this run does not fit the "
                 "engines of the run before; let the files be as they were, or give the sweep another --name"
             )
         ray: Started = self._ray

@@ -159,9 +159,8 @@ class TrainingProcesses:
         """Trains the run `config`, whose command in a process of its own is `command`. Returns the exit code of the
         command."""
         wanted = kept_for(config)
-        for dead in [process for process in self._idle if process.process.returncode is not None]:
-            del self._idle[dead]
-        fitting = next((process for process, shared in self._idle.items() if shared == wanted), None)
+        fits = [each for each, shared in self._idle.items() if shared == wanted and each.process.returncode is None]
+        fitting = fits[0] if fits else None
         others = [process for process in self._idle if process is not fitting]
         self._idle.clear()  # before the first wait, because several runs may start at the same time
         await asyncio.gather(*(process.close() for process in others))

@@ -22,7 +22,7 @@ class Pool(StrEnum):
 
 
 class Device(StrEnum):
-    """What a pool counts."""
+    """The kind of device that a pool holds."""
 
     GPU = "gpu"
     PROCESS = "process"

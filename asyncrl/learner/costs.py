@@ -1,4 +1,4 @@
-"""What a run has cost: the device-seconds of each pool since the run began, and the parts that were lost.
+"""The cost of a run: the device-seconds of each pool since the run began, and the parts that were lost.
 
 `asyncrl.common.device_time` says what a device-second is. Step records have the sums since the first start of the run,
 up to the end of the step (`StepRecord.device_time`):

@@ -245,6 +245,15 @@ async def test_a_resumed_run_that_is_stopped_before_its_first_step_evaluates_not
     assert (scene.trainer.saved, scene.log.evals) == ([], [])
 
 
+async def stopped_while(waits: asyncio.Event, scene: Scene) -> None:
+    """Runs the scene, and asks it to end as soon as it `waits`."""
+    async with asyncio.timeout(DEADLINE_S):
+        run = asyncio.create_task(scene.run())
+        await waits.wait()
+        scene.stop.set()
+        await run
+
+
 @pytest.mark.asyncio
 @pytest.mark.fault("F29")
 async def test_a_stop_while_the_last_evaluation_beside_training_runs_delays_no_save() -> None:
@@ -261,11 +270,7 @@ async def test_a_stop_while_the_last_evaluation_beside_training_runs_delays_no_s
         await settle()
 
     scene.evaluate, scene.heldout.settle = endless, noted  # type: ignore[method-assign]
-    async with asyncio.timeout(DEADLINE_S):
-        run = asyncio.create_task(scene.run())
-        await waits.wait()
-        scene.stop.set()
-        await run
+    await stopped_while(waits, scene)
     assert scene.trainer.saved == ["step-3"]
 
 
@@ -282,11 +287,7 @@ async def test_a_stop_while_the_last_weights_are_delivered_delays_no_save() -> N
         return await asyncio.Event().wait()
 
     scene.publisher.settle = endless  # type: ignore[method-assign]
-    async with asyncio.timeout(DEADLINE_S):
-        run = asyncio.create_task(scene.run())
-        await waits.wait()
-        scene.stop.set()
-        await run
+    await stopped_while(waits, scene)
     assert scene.trainer.saved == ["step-3"]
 
 
