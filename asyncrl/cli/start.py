@@ -353,7 +353,7 @@ async def _run_both(
         screen.starting(config, "starting Ray")
         start_ray = partial(parts.start_ray, config)
         local = start_ray() if KEPT is None else KEPT.ray_of(kept_for(config), start_ray)
-        run_dir.started_ray(local.address, session=local.session_folder)
+        run_dir.started_ray(local.address, session=local.session_folder, since=local.since)
     else:
         run_dir.started_ray(parts.joined_address() if config.ray.address == "auto" else config.ray.address)
     await check_stop(stop)

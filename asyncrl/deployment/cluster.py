@@ -23,6 +23,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -68,10 +69,12 @@ PROBE_TIMEOUT_S = 5.0
 
 
 class LocalRay(NamedTuple):
-    """A cluster that this process has started. Its daemons and workers write their output to `session_folder`."""
+    """A cluster that this process has started. Its daemons and workers write their output to `session_folder`. None of
+    them is older than `since` (ISO 8601 in UTC)."""
 
     address: str
     session_folder: str
+    since: str
 
 
 def start_local(config: Config, *, generators: int = 1, command: str = "up") -> str:
@@ -90,6 +93,7 @@ def start(config: Config, *, generators: int = 1, command: str = "up") -> LocalR
     if problems := temporary_folder_problems(vllm=False):
         raise RunError("\n".join(map(str, problems)))
     require_token()
+    since = datetime.now(UTC).isoformat(timespec="seconds")
     folder = make_private_folder()
     logical_cpus = generators * config.generator.replicas * config.generator.cpus
     logical_cpus += sum(pool.ranks * pool.cpus for pool in config.rank_pools().values())
@@ -111,7 +115,8 @@ def start(config: Config, *, generators: int = 1, command: str = "up") -> LocalR
                 _system_config={"worker_niceness": WORKER_NICENESS},
             )
         )
-    local = LocalRay(str(context.address_info["address"]), str(context.address_info["session_dir"]))
+    found = context.address_info
+    local = LocalRay(str(found["address"]), str(found["session_dir"]), since)
     check_own_address(local.address)
     return local
 

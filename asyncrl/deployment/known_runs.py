@@ -253,9 +253,9 @@ def _last_sign_of_life(directory: Path, info: RunInfo) -> str:
 # A run directory may come from elsewhere, and then its run.json may name anything. It may be a copy of the directory of
 # a run that lives: no process holds the lock of the copy. So the session folder must be the user's and have a file with
 # the run's nonce and the id of the run's directory, which the run wrote there. The processes must be the user's, be
-# younger than the run, and run a program of Ray, vLLM or asyncrl, or be descendants of such a process. A file in
-# /dev/shm must be `removable`. If only run.json names it, it must also be younger than the run, and not be mapped by
-# another process of the user.
+# younger than the run or than its Ray, which an earlier run of a sweep may have started, and run a program of Ray, vLLM
+# or asyncrl, or be descendants of such a process. A file in /dev/shm must be `removable`. If only run.json names it, it
+# must also be as young as a process must be, and not be mapped by another process of the user.
 
 EXIT_S = 10.0
 CLOCK_S = 2.0
@@ -306,7 +306,7 @@ def remains_of(directory: Path) -> Remains:
     if _is_copy(directory, info):
         return NOTHING
     processes = _processes_of(directory, info)
-    return Remains(processes=processes, shared_memory=sorted(_files_of(info, processes)))
+    return Remains(processes=processes, shared_memory=sorted(_files_of(directory, info, processes)))
 
 
 def living_processes(directory: Path) -> list[psutil.Process]:
@@ -404,16 +404,16 @@ def _named(process: psutil.Process) -> str:
 
 def _processes_of(directory: Path, info: RunInfo) -> list[psutil.Process]:
     """Returns the processes that may be ended as remains of a run. They are this user's, write their output into the
-    session folder of the run's Ray, and are younger than the run. They run a program of Ray, vLLM, asyncrl or
-    multiprocessing, or are descendants of such a process."""
+    session folder of the run's Ray, and are younger than the run or than this Ray. They run a program of Ray, vLLM,
+    asyncrl or multiprocessing, or are descendants of such a process."""
     folder = _session_of(directory, info)
     if folder is None:
         return []
-    of_session = []
+    of_session, start_s = [], _start_s(directory, info)
     for process in _own_processes():
         with contextlib.suppress(psutil.Error):  # the process has just ended
             writes_there = any(output.startswith(f"{folder}/") for output in _outputs(process))
-            if writes_there and process.pid != os.getpid() and process.create_time() > _start_s(info) - CLOCK_S:
+            if writes_there and process.pid != os.getpid() and process.create_time() > start_s - CLOCK_S:
                 of_session.append(process)
     own = set(filter(_is_of_a_run, of_session))
     for process in list(own):
@@ -450,10 +450,11 @@ def _is_of_a_run(process: psutil.Process) -> bool:
     return command.startswith(TITLES) or _PROGRAMS.search(command) is not None
 
 
-def _files_of(info: RunInfo, processes: Sequence[psutil.Process]) -> set[str]:
+def _files_of(directory: Path, info: RunInfo, processes: Sequence[psutil.Process]) -> set[str]:
     """Returns the names of the files in /dev/shm that may be removed as remains of a run: files that run.json names and
     that no other process of this user maps, and files that the run's `processes` map."""
-    named = {name for name in info.shared_memory if (path := removable(name)) and _is_younger(path, info)}
+    start_s = _start_s(directory, info)
+    named = {name for name in info.shared_memory if (path := removable(name)) and _is_younger(path, start_s)}
     used: set[str] = set()
     for process in _own_processes() if named else ():
         with contextlib.suppress(psutil.Error, OSError):
@@ -465,16 +466,20 @@ def _files_of(info: RunInfo, processes: Sequence[psutil.Process]) -> set[str]:
     return {name for name in (named - used) | mapped if removable(name)}
 
 
-def _is_younger(path: Path, info: RunInfo) -> bool:
+def _is_younger(path: Path, start_s: float) -> bool:
     with contextlib.suppress(OSError):
-        return path.lstat().st_ctime > _start_s(info) - CLOCK_S
+        return path.lstat().st_ctime > start_s - CLOCK_S
     return False
 
 
-def _start_s(info: RunInfo) -> float:
-    """Returns the Unix time of the run's first start; infinity for a year that the system does not have."""
+def _start_s(directory: Path, info: RunInfo) -> float:
+    """Returns the Unix time of the run's first start, or of the start of its Ray if that is earlier. Returns infinity
+    for a year that the system does not have."""
     with contextlib.suppress(ValueError, OverflowError):
-        return datetime.fromisoformat(info.started).timestamp()
+        start_s = datetime.fromisoformat(info.started).timestamp()
+        if info.ray_since is not None and _session_of(directory, info) is not None:
+            start_s = min(start_s, datetime.fromisoformat(info.ray_since).timestamp())
+        return start_s
     return math.inf
 
 

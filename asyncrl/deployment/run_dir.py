@@ -312,15 +312,16 @@ class RunDir(RecordSink):
         """Returns the path of the log of process `number` of a role."""
         return self.path / "logs" / f"{role}-{number}.log"
 
-    def started_ray(self, address: str, *, session: str | None = None) -> None:
+    def started_ray(self, address: str, *, session: str | None = None, since: str | None = None) -> None:
         """Records the address of the run's Ray cluster in run.json.
 
-        `session` is the session folder of the cluster if the run started the cluster itself. It gets a file with the
-        run's mark: `remains_of` ends only the processes of a session with this file.
+        `session` is the session folder of the cluster if the run's process started the cluster itself, and `since` the
+        time (ISO 8601 in UTC) at which it did so. The folder gets a file with the run's mark: `remains_of` ends only
+        the processes of a session with this file.
         """
         if session is not None:
             write_atomically(Path(session) / SESSION_MARK, session_mark(self.nonce, self.path))
-        self._info = msgspec.structs.replace(self._info, ray_address=address, ray_session=session)
+        self._info = msgspec.structs.replace(self._info, ray_address=address, ray_session=session, ray_since=since)
         self._write_info()
 
     def uses_shared_memory(self, names: Sequence[str]) -> None:

@@ -115,7 +115,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     without writing a final state; another process then wrote this state, and `finished` is the time of the last record.
     `boot` is the id of the boot of `host` in which the process started, if the system shows it.
     `directory` is the id of the run's directory on `host` (`directory_id`), which a copy does not have.
-    `ray_session` is the folder of the Ray instance that the run started; None when the run used a running Ray.
+    `ray_session` is the folder of the Ray instance that the run's process started, and `ray_since` the time of its
+    start; None when the run used a running Ray. An earlier run of the same process may have started it (in a sweep).
     `shared_memory` lists the files in /dev/shm that the run's engines use. A killed engine leaves them there.
     `started` is the first start of the run, `resumed` has its restarts in order.
     `forked_from` is the checkpoint of another run with whose weights this run began; None if it began with the model at
@@ -134,6 +135,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     directory: str | None = None
     ray_address: str | None = None
     ray_session: str | None = None
+    ray_since: str | None = None
     shared_memory: list[str] = []
     resumed: list[Resumption] = []
     forked_from: ForkPoint | None = None
@@ -144,7 +146,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Raises ValueError for a time that is not in ISO 8601 or has no Unix time, or for a pid that no process can
         have. msgspec turns it into a ValidationError when it decodes the file."""
-        for time in (self.started, self.finished, *(each.at for each in self.resumed)):
+        for time in (self.started, self.finished, self.ray_since, *(each.at for each in self.resumed)):
             if time is not None:
                 datetime.fromisoformat(time).timestamp()  # raises ValueError for the year 1
         if not 0 < self.pid < 2**31:

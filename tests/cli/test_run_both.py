@@ -30,6 +30,7 @@ from asyncrl.learner.records import known_info
 
 DEADLINE_S = 60.0
 NO_PROMPTS = Prompts(train=(), heldout=())
+RAY_SINCE = "2026-11-30T08:00:00+00:00"
 
 
 def screen_that(show: Callable[[str], None] = lambda phase: None) -> Screen:
@@ -237,7 +238,7 @@ async def test_a_signal_while_a_library_is_imported_or_ray_starts_ends_the_start
             asked(stop.set)  # from another thread, while a call blocks the event loop: `stop` is not set yet
 
     pools = Pools(learner=RunError("the learner was imported"))
-    parts = replace(pools.parts, start_ray=lambda _: LocalRay("127.0.0.1:1", str(tmp_path)))
+    parts = replace(pools.parts, start_ray=lambda _: LocalRay("127.0.0.1:1", str(tmp_path), since=RAY_SINCE))
     assert await ran(tmp_path, stop, parts, screen=screen_that(show), own_ray=True) is None
     assert shown[-1] == during
     info = json.loads((tmp_path / Config().run.name / "run.json").read_bytes())
@@ -301,7 +302,7 @@ async def test_each_phase_of_a_start_is_shown_once(both: bool, tmp_path: Path) -
     shown: list[str] = []
     parts = replace(
         Pools().parts,
-        start_ray=lambda _: LocalRay("127.0.0.1:6379", str(tmp_path)),
+        start_ray=lambda _: LocalRay("127.0.0.1:6379", str(tmp_path), since=RAY_SINCE),
         joined_address=lambda: "127.0.0.1:6379",
         new_learner=partial(new_learner, cluster=JoinedCluster(open_data_plane=no_buffer)),
     )
@@ -357,7 +358,7 @@ async def test_a_process_of_a_sweep_keeps_replicas_only_of_a_run_that_has_finish
 
     def started(_: Config) -> LocalRay:
         starts.append(1)
-        return LocalRay("127.0.0.1:1", str(tmp_path))
+        return LocalRay("127.0.0.1:1", str(tmp_path), since=RAY_SINCE)
 
     parts = replace(imported_parts(), start_ray=started, new_generators=generators)
     learner = SimpleNamespace(run=trained, engines_free=asyncio.Event.wait)

@@ -162,12 +162,12 @@ def test_ctrl_c_before_the_run_takes_signals_is_no_failure(tmp_path: Path) -> No
 
 def test_what_its_engines_use_of_dev_shm_is_in_run_json(tmp_path: Path) -> None:
     with RunDir.create(config_in(tmp_path)) as run:
-        run.started_ray("127.0.0.1:6379", session=str(tmp_path))
+        run.started_ray("127.0.0.1:6379", session=str(tmp_path), since="2026-11-30T08:00:00+00:00")
         assert (tmp_path / SESSION_MARK).read_bytes() == session_mark(run.nonce, run.path)
         run.uses_shared_memory(["psm_b"])
         run.uses_shared_memory(["psm_a", "psm_b"])
         info = run_json(run.path)
-    assert info["ray_session"] == str(tmp_path)
+    assert (info["ray_session"], info["ray_since"]) == (str(tmp_path), "2026-11-30T08:00:00+00:00")
     assert info["shared_memory"] == ["psm_a", "psm_b"]
 
 

@@ -171,6 +171,20 @@ def test_a_process_that_is_older_than_the_run_is_left_alone(started: str, run: P
     assert worker.poll() is None
 
 
+@pytest.mark.parametrize(("marked", "ended"), [(True, 1), (False, 0)])
+def test_a_process_may_be_older_than_the_run_if_the_ray_of_its_session_is_too(
+    marked: bool, ended: int, run: Path, session: Path, worker: psutil.Popen
+) -> None:
+    """A later run of a sweep uses the Ray of the run before. Only the mark shows that the session is the run's."""
+    later, earlier = (datetime.now(UTC) + timedelta(hours=hours) for hours in (1, -1))
+    rewrite(run, started=later.isoformat(timespec="seconds"), ray_since=earlier.isoformat(timespec="seconds"))
+    if not marked:
+        (session / SESSION_MARK).unlink()
+    assert len(pids(run)) == ended
+    clear(run)
+    assert psutil.pid_exists(worker.pid) is not bool(ended)
+
+
 def test_child_processes_of_a_worker_are_ended_with_it(run: Path, session: Path) -> None:
     code = "import subprocess; subprocess.Popen(['sleep', '10000'], stdout=2); " + WAITS
     with (session / "logs" / "worker.err").open("wb") as stderr:
