@@ -9,11 +9,13 @@ import psutil
 import ray
 
 from asyncrl.deployment.cluster import start_node, without_unused_daemons
+from asyncrl.deployment.local_clusters import require_token
 
 
 @contextlib.contextmanager
 def local_ray(*, cpus: int, object_store_mb: int = 80, **options: Any) -> Iterator[None]:
     """A new Ray cluster of this process, without GPUs. It ends with the context."""
+    require_token()  # `ray.init` would write a token that all users can read, which the runs of other tests refuse
     with without_unused_daemons():
         start_node(
             lambda: ray.init(

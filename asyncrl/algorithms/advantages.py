@@ -169,6 +169,9 @@ def _scaled(axes: Outcome, rewards_N: torch.Tensor, *, groups: Groups, samples: 
     """
     if axes.baseline == "none":
         return rewards_N
+    if axes.baseline == "batch_mean":
+        step = Groups(torch.zeros_like(samples.group_ids_N))
+        return torch.where(step.varied(rewards_N), rewards_N - step.mean(rewards_N), 0.0)
     if axes.baseline == "greedy":
         return rewards_N - _known(samples.greedy_rewards_N, "greedy_rewards_N").double()
     raw_N, varied_N = _raw(axes, groups), groups.varied(rewards_N)

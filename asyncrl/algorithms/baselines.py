@@ -72,11 +72,13 @@ class Outcome(Whitening, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Weight of each reward component, by its name. If empty, every weight is 1."""
     length_penalty: float | None = None
     """α: before all other steps, a reward is multiplied by 1 / (1 + α · tokens / mean tokens of its group)."""
-    baseline: Literal["none", "group_mean", "leave_one_out", "length_weighted_mean", "soft_value", "greedy"] = "none"
+    baseline: Literal[
+        "none", "group_mean", "leave_one_out", "length_weighted_mean", "soft_value", "batch_mean", "greedy"
+    ] = "none"
     """The value that is subtracted from a reward. `none`: 0. `group_mean`: the mean of the group. `leave_one_out`: the
     mean of the other rewards of the group. `length_weighted_mean`: Σ l·r / Σ l over the group, where l is the number of
-    tokens of a completion. `soft_value`: temperature · log of the mean of e^(r / temperature) over the group. `greedy`:
-    the reward of a greedy completion of the same prompt."""
+    tokens of a completion. `soft_value`: temperature · log of the mean of e^(r / temperature) over the group.
+    `batch_mean`: the mean of the step's rewards. `greedy`: the reward of a greedy completion of the same prompt."""
     temperature: float = 1.0
     """Temperature of `soft_value`. A small value gives nearly the best reward of the group, a large one the mean."""
     scale: Literal[
@@ -185,6 +187,7 @@ OUTCOMES: Mapping[str, Outcome] = MappingProxyType(
         "leave_one_out": Outcome(baseline="leave_one_out"),
         "leave_one_out_std": Outcome(baseline="leave_one_out", scale="leave_one_out_std"),
         "batch_std": Outcome(baseline="group_mean", scale="batch_std"),
+        "batch_mean": Outcome(baseline="batch_mean"),
         "reinforce_pp": DiscountedOutcome(whiten="samples"),
         "reinforce_pp_baseline": DiscountedOutcome(baseline="group_mean", whiten="samples"),
         "maxrl": Outcome(baseline="group_mean", scale="group_mean"),
@@ -200,8 +203,9 @@ OUTCOMES: Mapping[str, Outcome] = MappingProxyType(
 
 `group_norm`: (r − mean) / std (GRPO, 2402.03300). `group_mean`: r − mean (Dr. GRPO, 2503.20783). `leave_one_out`: r −
 mean of the other rewards (RLOO, 2402.14740). `leave_one_out_std`: like `leave_one_out`, divided by the std of the other
-rewards if they differ (as NeMo RL does it). `batch_std`: (r − mean) / std of the batch (2508.08221). `reinforce_pp`: r,
-whitened over the batch (REINFORCE++, 2501.03262). `reinforce_pp_baseline`: r − mean, whitened over the batch
+rewards if they differ (as NeMo RL does it). `batch_std`: (r − mean) / std of the batch (2508.08221). `batch_mean`: r −
+mean of the batch, also with one sample of each prompt (FlashREINFORCE, Hu et al. 2026). `reinforce_pp`: r, whitened
+over the batch (REINFORCE++, 2501.03262). `reinforce_pp_baseline`: r − mean, whitened over the batch
 (2501.03262). `maxrl`: (r − mean) / mean; needs rewards of at least 0 (MaxRL, 2602.02710). `gpg`: (r − mean) · B / (B −
 M), for B samples of which M are in groups of equal rewards (GPG, 2504.02546). `opo`: r − Σ l·r / Σ l, where l is the
 number of tokens of a completion (OPO, 2505.23585). `oapl`: r − τ · log mean e^(r/τ), with τ = `temperature` = 1 (OAPL,

@@ -212,6 +212,19 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 level="sequence_sum",
             ),
         ),
+        "flash_reinforce": Preset(
+            source="Hu et al. 2026, FlashREINFORCE: Critic-Free Single-Rollout Asynchronous RL for Agentic Language "
+            "Models",
+            use="Agents with learner.group_size 1: one weight against the sampler; a sequence that drifted on average "
+            "is left out.",
+            objective=Objective(
+                surrogate=_same(Clamp()),
+                anchor="behaviour",
+                gates=(Gate(stat="binary_kl", pool="mean", hi=3e-3, p="current"),),
+                aggregation=SEQUENCE_MEAN,
+            ),
+            baseline="batch_mean",
+        ),
         "reinforce": Preset(
             source="Williams 1992, 2402.14740",
             use="On-policy (staleness.max_versions: 0), one update a step: the plain policy gradient.",

@@ -117,7 +117,7 @@ def _centred(axes: Axes, samples: Sequence[Scored], rewards: Sequence[float], gr
     """Returns reward − baseline of sample n of a group. With a baseline that compares the samples of a group, it is
     exactly 0 if all rewards of the group are equal."""
     if not _compares_groups(axes) or _is_raw(axes, group):
-        return rewards[n]
+        return rewards[n] - (fmean(rewards) if axes["baseline"] == "batch_mean" else 0.0)
     if _are_equal(rewards, group):
         return 0.0
     own = [rewards[m] for m in group]

@@ -225,6 +225,8 @@ ADVANTAGES = [
     ),
     ("GPG counts no group of one", "teaches_N = varied_N | (raw_N & (rewards_N != 0))", "teaches_N = varied_N"),
     ("GPG counts all", "(teaches_N.sum().double() / count)", "(torch.ones_like(teaches_N).sum() / count)"),
+    ("a batch's mean of each group", "step = Groups(torch.zeros_like(samples.group_ids_N))", "step = groups"),
+    ("a batch of equal rewards", "torch.where(step.varied(rewards_N),", "torch.where(rewards_N == rewards_N,"),
     ("rewards of 0 are counted", "torch.count_nonzero(rewards_N)", "torch.count_nonzero(rewards_N + 9)"),
     (
         "the others' std about the group's mean",
@@ -362,6 +364,7 @@ PRESETS = [
     ("m2po with ten times its budget", "budget=0.02", "budget=0.2"),
     ("opsm a tenth wider", 'hi=0.02, p="current"', 'hi=0.022, p="current"'),
     ("dppo_kl wider", 'stat="binary_kl", hi=0.05', 'stat="binary_kl", hi=0.08'),
+    ("flash_reinforce wider", 'stat="binary_kl", pool="mean", hi=3e-3', 'stat="binary_kl", pool="mean", hi=3.2e-3'),
     ("glm5 clips as the default", 'stat="ratio", lo=0.7, hi=6.0', 'stat="ratio", lo=0.5, hi=5.0'),
     (
         "a pull half as strong",

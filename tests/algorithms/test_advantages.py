@@ -15,7 +15,7 @@ CENTRED = [2 / 3, -1 / 3, -1 / 3, 1, -1, 0, 0]
 
 WITHIN_GROUPS = ["group_norm", "group_mean", "leave_one_out", "leave_one_out_std"]
 WITH_GROUP_BASELINE = [*WITHIN_GROUPS, "batch_std", "reinforce_pp_baseline"]
-OF_REWARDS = [*WITH_GROUP_BASELINE, "reinforce_pp", "gpg"]
+OF_REWARDS = [*WITH_GROUP_BASELINE, "batch_mean", "reinforce_pp", "gpg"]
 """Estimators that read only rewards, of any sign. `test_estimators_by_hand.py` tests the others."""
 
 

@@ -124,6 +124,7 @@ BY_HAND: dict[str, list[float]] = {
     "leave_one_out": by_group(leave_one_out),
     "leave_one_out_std": by_group(leave_one_out_std),
     "batch_std": [value / (stdev(REWARDS) + EPS) for value in by_group(centred)],
+    "batch_mean": [reward - mean(REWARDS) for reward in REWARDS],
     "reinforce_pp": whitened(REWARDS),
     "reinforce_pp_baseline": [
         value if teaches else 0.0 for value, teaches in zip(whitened(by_group(centred)), informative(), strict=True)

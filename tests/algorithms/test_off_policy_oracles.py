@@ -286,6 +286,24 @@ WORKED: dict[str, tuple[Worked, ...]] = {
             advantage=-2, current=(0.4, 0.3, 0.06, 0.3), behaviour=(0.2, 0.5, 0.01, 0.4), gradients=(4, 0, 12, 1.5)
         ),
     ),
+    # one weight current / behaviour without a cap; a sequence is left out where the mean of its tokens' KL(behaviour ‖
+    # current) against all other tokens is above .003. The mean over the sequence divides by all of its tokens.
+    #   .2 → .21 and .4 → .38: (.0003 + .0008) / 2; .25 → .3: .0062, a third of which is inside, and the half is not
+    "flash_reinforce": tuple(
+        log_weighted(
+            advantage=advantage,
+            current=current,
+            behaviour=behaviour,
+            gradients=tuple(-advantage * weight for weight in weights),
+            over=N * len(current),
+        )
+        for advantage in (2, -2)
+        for current, behaviour, weights in (
+            ((0.21, 0.38), (0.2, 0.4), (1.05, 0.95)),
+            ((0.3, 0.4, 0.5), (0.25, 0.4, 0.5), (1.2, 1, 1)),
+            ((0.3, 0.4), (0.25, 0.4), (0, 0)),
+        )
+    ),
 }
 
 

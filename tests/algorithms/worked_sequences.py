@@ -70,16 +70,16 @@ def log_weighted(
     gradients: tuple[float, ...],
     proximal: float | tuple[float, ...] = 0.2,
     behaviour: float | tuple[float, ...] = 0.05,
+    over: float = STEP_TOKENS,
 ) -> Worked:
-    """Returns a sequence under −A · k · lp with k detached: the gradient is −A · k, and the loss is that times lp. The
-    aggregation is the mean over tokens."""
+    """Returns a sequence under −A · k · lp with k detached: the gradient is −A · k, and the loss is that times lp."""
     losses = tuple(gradient * math.log(p) for gradient, p in zip(gradients, current, strict=True))
     return Worked(
         advantage=advantage,
         current=current,
         losses=losses,
         gradients=gradients,
-        over=STEP_TOKENS,
+        over=over,
         proximal=proximal,
         behaviour=behaviour,
     )
