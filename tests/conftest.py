@@ -11,9 +11,11 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 gc.set_threshold(50_000)
 # Ray's default is 15. Its workers would get less than a tenth of the CPU beside two busy programs on two cores.
@@ -24,6 +26,22 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 multiprocessing.set_forkserver_preload(["asyncrl.policy.worker", "asyncrl.value.worker"])
 
 settings.register_profile("quick", settings.get_profile("ci"), max_examples=20)
+
+
+SHARE_ENGINE = ("tests/integration/test_run_from_python.py", "tests/integration/test_vllm_engine.py")
+"""Files that use the fixture `engine`. One pytest worker runs them, so that there is one engine and not two."""
+
+
+class FileScheduling(LoadFileScheduling):
+    """Gives each file to one pytest worker, and all files of `SHARE_ENGINE` to the same one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return SHARE_ENGINE[0] if file in SHARE_ENGINE else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return FileScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -144,6 +144,7 @@ def apart_nats(found: Any, expected: Any) -> float:
     return max(np.abs(np.asarray(a) - np.asarray(b)).max() for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.campaign
 def test_vllm_starts_from_the_export_of_two_ranks_and_gives_their_log_probs(folder: Path, run_config: Config) -> None:
     context = multiprocessing.get_context("forkserver")
     mine, theirs = context.Pipe()

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.config.schema import Config
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.campaign, pytest.mark.timeout(300)]
 
 SCENARIO = Path(__file__).parent / "taken_over_scenario.py"
 
