@@ -10,7 +10,14 @@ from asyncrl.cli.options import recorded_run
 from asyncrl.cli.terminal import print_warnings, say
 from asyncrl.deployment.fetching import MirroredRun
 from asyncrl.deployment.known_runs import as_it_is
-from asyncrl.views.compare import compare_html, compare_svg, settings_that_differ, terminal_tables, write_output
+from asyncrl.views.compare import (
+    compare_html,
+    compare_svg,
+    light_colors,
+    settings_that_differ,
+    terminal_tables,
+    write_output,
+)
 from asyncrl.views.compare_numbers import compare_csv
 from asyncrl.views.compared_runs import read_compared
 from asyncrl.views.console import ShownConsole
@@ -34,6 +41,7 @@ def compare(
         "compare.html"
     ),
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the charts to this SVG file too.")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the charts to this PNG file too.")] = None,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the numbers to this CSV file too.")] = None,
 ) -> None:
     """Write a self-contained HTML page with the curves of several runs in the same charts, their totals, and the
@@ -45,7 +53,7 @@ def compare(
     \b
       asyncrl compare quickstart quickstart.1
       asyncrl compare runs/a runs/b runs/c -o page.html
-      asyncrl compare --by run.seed runs/*-s? --svg figure.svg --csv numbers.csv
+      asyncrl compare --by run.seed runs/*-s? --png figure.png --csv numbers.csv
       asyncrl compare quickstart s3://bucket/other
     """
     keys = by or []
@@ -57,9 +65,13 @@ def compare(
     print_warnings([group.note for group in groups if group.note])
     settings = [row.name for row in settings_that_differ(groups, by=keys)]
     say(f"settings that differ: {', '.join(settings) or 'none'}")
-    written = [("--output", output, compare_html(groups, by=keys))]
-    written += [("--svg", svg, compare_svg(groups))] if svg else []
-    written += [("--csv", csv, compare_csv(groups))] if csv else []
-    for option, path, text in written:
-        write_output(option, path, text)
+    written = [("--output", output, compare_html(groups, by=keys).encode())]
+    written += [("--svg", svg, compare_svg(groups).encode())] if svg else []
+    if png:
+        from asyncrl.views.compare_png import compare_png  # matplotlib takes a second to import
+
+        written.append(("--png", png, compare_png(groups, colors=light_colors())))
+    written += [("--csv", csv, compare_csv(groups).encode())] if csv else []
+    for option, path, content in written:
+        write_output(option, path, content)
         say(str(path))

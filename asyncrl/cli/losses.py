@@ -1,4 +1,5 @@
-"""`asyncrl losses`: lists the presets of `algorithm.loss`, prints the axes of one of them, or describes the axes."""
+"""`asyncrl losses`: lists the presets of `algorithm.loss`, prints the axes of one of them or of a configuration, or
+describes the axes."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -10,18 +11,29 @@ import typer
 from asyncrl.algorithms.axes import Axis, all_axes, axis_named
 from asyncrl.algorithms.checks import NEEDS_CRITIC
 from asyncrl.algorithms.objective import is_corrected
-from asyncrl.algorithms.presets import DEFAULT_BASELINE, PRESETS, Preset, resolve_objective
+from asyncrl.algorithms.presets import DEFAULT_BASELINE, PRESETS, Preset, advantage_of, own_loss, resolve_objective
+from asyncrl.cli.options import ConfigFiles
 from asyncrl.cli.terminal import say
 from asyncrl.config.import_path import is_import_path
-from asyncrl.config.load import dump_yaml, parse_yaml
+from asyncrl.config.load import dump_yaml, load_config, parse_yaml
+from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
 
 def losses(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Preset, or with --axes an axis.")] = None,
+    files: ConfigFiles,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME]",
+            show_default=False,
+            help="Preset, or with --axes an axis. With -c: overrides KEY=VALUE.",
+        ),
+    ] = None,
     axes: Annotated[bool, typer.Option("--axes", help="Show the axes and their values, or all of one axis.")] = False,
 ) -> None:
-    """List the published objectives with paper and use, or print one of them as YAML.
+    """List the published objectives with paper and use, or print one of them as YAML. With -c, print all axes of the
+    objective with which a configuration trains.
 
     You can paste the YAML into a configuration and change it. You can also name a preset and override some axes:
 
@@ -32,7 +44,18 @@ def losses(
 
     A mapping replaces only the fields that it names. The lists gates and penalties are replaced as a whole. An entry of
     the new list takes the fields that it does not name from the preset's entry with the same stat or kind.
+
+    \b
+      asyncrl losses gspo
+      asyncrl losses -c mine.yaml algorithm.overrides.surrogate.hi=1.001
+      asyncrl losses --axes surrogate
     """
+    if files:
+        say(_of_config(load_config(files, words or [])))
+        return
+    if len(words or []) > 1:
+        raise ConfigError(f"{' '.join(words or [])}: name one preset, or give the overrides of a configuration with -c")
+    name = words[0] if words else None
     if axes:
         say(_table_of_axes() if name is None else _axis(axis_named(name)))
         return
@@ -58,6 +81,16 @@ def losses(
     if preset.critic is not None:
         printed["critic"] = msgspec.to_builtins(preset.critic)
     say(dump_yaml(printed).removesuffix("\n"))
+
+
+def _of_config(config: Config) -> str:
+    """Returns the objective and the advantage estimator of a configuration as YAML, with the values of all axes of the
+    objective. Raises ConfigError if the loss is the user's own."""
+    if own := own_loss(config.algorithm):
+        raise ConfigError(f"algorithm.loss = {own.path}: a loss of your own has no axes")
+    objective = resolve_objective(config.algorithm.loss, config.algorithm.overrides)
+    section = {"loss": msgspec.to_builtins(objective), "advantage": advantage_of(config.algorithm)}
+    return dump_yaml({"algorithm": section}).removesuffix("\n")
 
 
 def _sections() -> dict[str, dict[str, Preset]]:

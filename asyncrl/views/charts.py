@@ -111,9 +111,9 @@ def line_chart(
     axis are not drawn. A `log` axis cannot show 0, so 0 is drawn at the bottom, a power of ten below the smallest other
     value.
     """
-    drawn = [_drawable(one.ys, log=log) for one in series]
+    drawn = [drawable(one.ys, log=log) for one in series]
     values = [y for ys in drawn for y in ys if y is not None]
-    values += _band_edges(series, values)
+    values += band_edges(series, values)
     if limit is not None:
         values.append(limit[1])
     places = [xs if one.xs is None else one.xs for one in series]
@@ -260,7 +260,7 @@ def nice_ticks(low: float, high: float, *, about: int = 4) -> list[float]:
     return [float(f"{index * step:.12g}") for index in range(first, max(last, first + 1) + 1)]
 
 
-def _drawable(ys: Sequence[float | None], *, log: bool) -> list[float | None]:
+def drawable(ys: Sequence[float | None], *, log: bool = False) -> list[float | None]:
     """Returns the values with None in place of those that cannot be drawn: NaN, values as large as `LARGEST`, and with
     `log` negative values."""
     drawable = [y if y is not None and abs(y) < LARGEST and (y >= 0 or not log) else None for y in ys]
@@ -304,7 +304,7 @@ def _percent(share: float) -> str:
     return f"{share:.0%}"
 
 
-def _band_edges(series: Sequence[Series], values: Sequence[float]) -> list[float]:
+def band_edges(series: Sequence[Series], values: Sequence[float]) -> list[float]:
     """Returns the edges of all bands, each at most as far from the lines' `values` as these are from each other. The
     interval of two runs is some ten times as wide as their distance, and would leave a flat line of the curves."""
     edges = [edge for one in series for interval in one.band if interval is not None for edge in interval]
@@ -365,7 +365,7 @@ def _numbers(xs: Sequence[float], series: Sequence[Series], *, x_name: str, perc
         "xs": rounded(xs),
         "percent": percent,
         "series": [
-            {"name": one.name, "color": one.color, "ys": [_four_digits(y) for y in _drawable(one.ys, log=False)]}
+            {"name": one.name, "color": one.color, "ys": [_four_digits(y) for y in drawable(one.ys, log=False)]}
             | ({} if one.xs is None else {"xs": rounded(one.xs)})
             for one in series
         ],

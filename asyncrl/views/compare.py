@@ -74,7 +74,7 @@ def compare_svg(groups: Sequence[Group]) -> str:
     legend = [
         (group.label, group.color, group.dash, bottom + (index + 1) * LEGEND_LINE) for index, group in enumerate(groups)
     ]
-    css = str(TEMPLATES.get_template("report.css").render())
+    css = _css()
     rules = "\n".join(line for line in css.splitlines() if re.match(r"\s*svg (text|\.)", line))
     drawn = TEMPLATES.get_template("compare.svg.j2").render(
         width=GAP + len(columns) * (WIDTH + GAP),
@@ -83,9 +83,19 @@ def compare_svg(groups: Sequence[Group]) -> str:
         charts=charts,
         legend=legend,
     )
-    light = dict(re.findall(r"--([\w-]+): (#\w+);", css[: css.index("@media")]))
+    light = light_colors()
     allowed = re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]", "\ufffd", drawn)  # XML refuses these characters
     return re.sub(r"var\(--([\w-]+)\)", lambda found: light[found[1]], allowed)
+
+
+def light_colors() -> dict[str, str]:
+    """Returns the colours of the page in light mode, by their names."""
+    css = _css()
+    return dict(re.findall(r"--([\w-]+): (#\w+);", css[: css.index("@media")]))
+
+
+def _css() -> str:
+    return str(TEMPLATES.get_template("report.css").render())
 
 
 def _placed(figure: Figure, *, x: float, y: float) -> dict[str, object]:
@@ -103,10 +113,10 @@ def _placed(figure: Figure, *, x: float, y: float) -> dict[str, object]:
     }
 
 
-def write_output(option: str, output: Path, text: str) -> None:
+def write_output(option: str, output: Path, content: bytes) -> None:
     """Writes a file that `option` names. Raises RunError if it cannot be written."""
     try:
-        write_atomically(output, text.encode())
+        write_atomically(output, content)
     except OSError as error:
         raise RunError(
             f"{option} {output}: cannot be written ({error.strerror}); name a file that can be written"

@@ -54,9 +54,11 @@ Curve = Sequence[tuple[float, float]]
 
 
 class Figure(NamedTuple):
-    """A chart with what its caption says."""
+    """A chart with what its caption says: its lines, the name of its x axis, and its SVG."""
 
     chart: Chart
+    lines: Sequence[Series]
+    x_name: str
     markup: str
 
 
@@ -76,9 +78,8 @@ def curves(groups: Sequence[Group], axis: Axis) -> Iterator[Figure]:
     for chart, points_of in (*CURVES[:1], *heldout, *CURVES[1:]):
         lines = [line for group in groups if (line := _line_of(group, points_of, place)) is not None]
         if lines:
-            yield Figure(
-                chart, line_chart(chart.title, [], lines, unit=chart.unit, include=chart.include, x_name=x_name)
-            )
+            drawn = line_chart(chart.title, [], lines, unit=chart.unit, include=chart.include, x_name=x_name)
+            yield Figure(chart, lines, x_name, drawn)
 
 
 def _line_of(group: Group, points_of: Points, place: Callable[[Point], float | None]) -> Series | None:

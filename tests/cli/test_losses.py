@@ -1,10 +1,14 @@
 """`asyncrl losses`: the YAML that it prints for a preset is that algorithm, and the list has three sections."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from typer.testing import CliRunner
 
 from asyncrl.algorithms.axes import all_axes
 from asyncrl.algorithms.checks import NEEDS_CRITIC
+from asyncrl.algorithms.objective import Objective
 from asyncrl.algorithms.presets import PRESETS, baseline_of, resolve_objective
 from asyncrl.cli.main import app
 from asyncrl.config.load import parse_yaml
@@ -32,6 +36,23 @@ def test_presets_that_need_a_critic_are_listed_apart() -> None:
     *_, critic = runner.invoke(app, ["losses"]).output.split("with a critic (`critic`, as in the recipe ppo)")
     listed = {line.split()[0] for line in critic.splitlines()[1:]}
     assert listed == {name for name, preset in PRESETS.items() if preset.baseline in NEEDS_CRITIC}
+
+
+def test_with_a_configuration_all_axes_of_its_objective_are_printed(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("algorithm: {loss: gspo, overrides: {surrogate: {hi: 1.5}}}\n")
+    arguments = ["losses", "-c", str(tmp_path / "mine.yaml"), "algorithm.advantage.name=group_norm"]
+    result = runner.invoke(app, [*arguments, "algorithm.advantage.eps=0.1"])
+    assert result.exit_code == 0, result.output
+    printed: dict[str, dict[str, Any]] = parse_yaml(result.output, source="printed")  # type: ignore[assignment]
+    assert resolve_objective(printed["algorithm"]["loss"], {}) == resolve_objective("gspo", {"surrogate": {"hi": 1.5}})
+    assert printed["algorithm"]["loss"].keys() == set(Objective.__struct_fields__)
+    assert printed["algorithm"]["advantage"] == {"name": "group_norm", "eps": 0.1}
+    own = runner.invoke(app, ["losses", "-c", str(tmp_path / "mine.yaml"), "algorithm.loss=mine:loss"])
+    assert "algorithm.loss = mine:loss: a loss of your own has no axes" in own.stderr
+
+
+def test_two_names_are_refused() -> None:
+    assert "gspo ppo: name one preset" in runner.invoke(app, ["losses", "gspo", "ppo"]).stderr
 
 
 def test_an_import_path_is_said_to_be_one() -> None:

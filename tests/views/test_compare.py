@@ -11,9 +11,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import msgspec
+import numpy as np
 import pytest
 from html_page import Page
 from made_up_run import make_step
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
 from typer.testing import CliRunner
 from written_runs import killed_and_resumed, write_run
 
@@ -22,9 +25,10 @@ from asyncrl.common.device_time import Device, DeviceTime, Pool
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.records import EvalRecord, StepRecord, heldout_ends
-from asyncrl.views.compare import compare_html, compare_svg
+from asyncrl.views.compare import compare_html, compare_svg, light_colors
 from asyncrl.views.compare_curves import Axis, Figure, common_places, curves, value_at
 from asyncrl.views.compare_numbers import CSV_COLUMNS, all_runs, compare_csv, group_table, totals
+from asyncrl.views.compare_png import BAND_OPACITY, compare_png
 from asyncrl.views.compared_runs import Group, differences, read_compared
 from asyncrl.views.seed_statistics import t_quantile
 from asyncrl.views.short_values import run_name
@@ -64,9 +68,9 @@ def seeds(tmp_path: Path) -> list[Path]:
 def drawn(figures: Iterable[Figure]) -> dict[str, dict[str, Any]]:
     """Returns the numbers of each chart by its title."""
     found = {}
-    for _, figure in figures:
-        title = re.search(r"<figcaption>([^<]*)", figure)
-        data = re.search(r'<script type="application/json">(.*?)</script>', figure)
+    for figure in figures:
+        title = re.search(r"<figcaption>([^<]*)", figure.markup)
+        data = re.search(r'<script type="application/json">(.*?)</script>', figure.markup)
         assert title is not None
         assert data is not None
         found[title[1]] = json.loads(data[1])
@@ -387,6 +391,21 @@ def test_the_svg_has_all_charts_and_needs_no_style_of_a_page(seeds: list[Path]) 
     assert "a &lt;b&gt; &amp; \ufffd" in text
 
 
+def test_the_png_has_a_line_and_a_band_in_the_colour_of_each_group(seeds: list[Path]) -> None:
+    """A name with dollar signs is no formula, and a run whose numbers are not finite has gaps."""
+    groups = read(*seeds, by=["run.seed"])
+    groups[0] = dataclasses.replace(groups[0], label="$\\frac{ \x07")
+    image = imread(io.BytesIO(compare_png(groups, colors=light_colors())))
+    height, width, _ = image.shape
+    assert width == pytest.approx(3 * 630, abs=2)
+    assert height > 7 * 390
+    for group in groups:
+        line = to_rgb(light_colors()[group.color])
+        band = [BAND_OPACITY * each + 1 - BAND_OPACITY for each in line]
+        for color in (line, band):
+            assert (np.abs(image[..., :3] - np.array(color)).max(-1) < 0.02).sum() > 1000, group.label
+
+
 def test_more_runs_than_colours_are_lines_of_other_patterns(tmp_path: Path) -> None:
     groups = read(*[write_run(tmp_path, [make_step(0), make_step(1)], name=f"r{n}", evals=False) for n in range(10)])
     assert [(group.color, group.dash) for group in groups[7:]] == [("gray", 0), ("blue", 1), ("amber", 1)]
@@ -399,13 +418,14 @@ def test_the_command_writes_the_files_of_groups(
     seeds: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    arguments = ["compare", "--by", "run.seed", *map(str, seeds), "--svg", "a.svg", "--csv", "a.csv"]
+    arguments = ["compare", "--by", "run.seed", *map(str, seeds), "--svg", "a.svg", "--png", "a.png", "--csv", "a.csv"]
     result = runner.invoke(app, arguments, env={"COLUMNS": "250"})
     assert result.exit_code == 0, result.output
     assert "paired, n = 3" in result.output
     assert "limit2-s2 6" in result.stderr
     lines = result.stdout.splitlines()
-    assert lines[-4:] == ["settings that differ: staleness.max_versions", "compare.html", "a.svg", "a.csv"]
+    files = ["compare.html", "a.svg", "a.png", "a.csv"]
+    assert lines[-5:] == ["settings that differ: staleness.max_versions", *files]
     assert "in 2 groups" in Page(Path("compare.html").read_text()).text
     result = runner.invoke(app, [*arguments[:-1], "absent/a.csv"])
     assert "--csv absent/a.csv: cannot be written" in result.stderr
