@@ -26,6 +26,7 @@ from asyncrl.cli.terminal import print_warnings, say
 from asyncrl.config.load import first_difference, flat_config, load_config, parse_yaml
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.deployment.known_runs import as_it_is, process_of
+from asyncrl.deployment.launch import INTERRUPTED
 from asyncrl.errors import ConfigError
 from asyncrl.learner.records import EvalRecord, StepRecord, read_lines
 from asyncrl.views.quantities import duration
@@ -229,7 +230,7 @@ async def train_all(
             await processes.close()
     if ending.asked.is_set():
         say("the sweep was asked to end; the same command continues it")
-        raise typer.Exit(130)
+        raise typer.Exit(INTERRUPTED)
     return failed
 
 
