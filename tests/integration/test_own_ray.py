@@ -78,7 +78,7 @@ def own_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str
         assert starter.stdin is not None
         assert starter.stdout is not None
         line = next((line for line in starter.stdout if line.startswith("{")), "")
-        assert line, "Ray did not start"
+        assert line, (home / STDERR).read_text()
         yield json.loads(line), home
         starter.stdin.close()
         starter.wait(240)
