@@ -155,6 +155,26 @@ def test_padding_and_order_of_the_listed_tokens_have_no_effect(columns: str) -> 
     assert_within(other, one, bound=OUTPUT)
 
 
+@torch.no_grad()
+def test_a_listed_token_outside_the_support_is_not_taken_for_another_one() -> None:
+    hidden_ND, weight_VD, _, _, logprobs_NL = inputs()
+    ids_NL = torch.arange(10, 10 + LISTED).expand(TOKENS, -1)
+    support_NK = torch.cat([ids_NL, torch.tensor([[20, 30]]).expand(TOKENS, -1)], dim=1)
+    found = []
+    for outside in ([], [15], [199]):  # between two tokens of the support, and above all of them
+        more = (TOKENS, len(outside))
+        centered = Centered(
+            ids_NL=torch.cat([ids_NL, torch.tensor(outside, dtype=torch.int64).expand(more)], dim=1),
+            logprobs_NL=torch.cat([logprobs_NL, torch.full(more, -50.0)], dim=1),
+            kernel=(0.0, 2.0),
+        )
+        *_, each = head_logprobs(hidden_ND, weight_VD, targets_N=ids_NL[:, 0], support_NK=support_NK, centered=centered)
+        assert each is not None
+        found.append(each)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
 def test_a_micro_batch_has_the_loss_and_gradient_of_whole_logits_also_if_it_is_packed() -> None:
     data = with_tops(make_group(0))
     data["advantages"] = data["advantages"].unsqueeze(1).expand_as(data["input_ids"])
