@@ -53,7 +53,7 @@ def main() -> None:
         for name, tokens_BS in ways.items():
             start = time.perf_counter()
             packed = ModelRows.of(BatchedDataDict(input_ids=tokens_BS, input_lengths=lengths_B), packed=True)
-            logprobs_BT, _ = model_logprobs(model, packed, temperature=1.0, with_entropy=True)
+            logprobs_BT, _, _ = model_logprobs(model, packed, temperature=1.0, with_entropy=True)
             logprobs_BT.sum().backward()
             best[name] = min(best[name], time.perf_counter() - start)
             model.zero_grad()

@@ -76,6 +76,7 @@ def check_algorithm(config: Config) -> list[str]:
     else:
         objective = resolve_objective(config.algorithm.loss, config.algorithm.overrides)
         violations += _uncorrected(config, objective)
+        violations += _uncentered(config, objective)
         if advantage is not None:
             violations += _pooled(config, objective, advantage)
             warnings += _pulls_twice(config, objective)
@@ -119,6 +120,15 @@ def _uncorrected(config: Config, objective: Objective) -> Iterator[str]:
         )
 
 
+def _uncentered(config: Config, objective: Objective) -> Iterator[str]:
+    if objective.centering is not None and config.generator.logprobs is None:
+        yield (
+            f"generator.logprobs is unset: {_loss_in_words(config.algorithm)} has centering = {objective.centering}, "
+            "which reads the sampler's most likely tokens; set generator.logprobs, for example to 16, or "
+            "algorithm.overrides.centering to null"
+        )
+
+
 def nearest_corrected(objective: Objective, *, with_critic: bool) -> list[str]:
     """Returns the presets that correct for samples of older weights, with the most similar to `objective` first.
 
@@ -129,7 +139,9 @@ def nearest_corrected(objective: Objective, *, with_critic: bool) -> list[str]:
     usable = [
         name
         for name, preset in PRESETS.items()
-        if is_corrected(preset.objective) and (with_critic or preset.baseline not in NEEDS_CRITIC)
+        if is_corrected(preset.objective)
+        and preset.objective.centering is None  # it would need generator.logprobs
+        and (with_critic or preset.baseline not in NEEDS_CRITIC)
     ]
     return sorted(usable, key=lambda name: _differences(ours, msgspec.to_builtins(PRESETS[name].objective)))
 

@@ -75,7 +75,7 @@ def stale_gradients(objective: Objective, *, advantage: float) -> list[float]:
     a fresh token (ratio 1).
 
     The token is one version old and a sequence of its own. It is trained in the first update of its step, so the
-    current and the proximal policy are equal unless the latter is interpolated. Penalties do not count.
+    current and the proximal policy are equal unless the latter is interpolated. Centering and penalties do not count.
     """
     behaviour_BT = torch.full((len(RATIOS), 1), math.log(SAMPLED_PROBABILITY), dtype=torch.float64)
     logprobs_BT = (behaviour_BT + torch.tensor(RATIOS, dtype=torch.float64).log().unsqueeze(1)).requires_grad_()
@@ -83,7 +83,7 @@ def stale_gradients(objective: Objective, *, advantage: float) -> list[float]:
     if objective.proximal == "interpolated":
         proximal_BT = interpolated_policy(logprobs_BT, behaviour=behaviour_BT, staleness=torch.ones_like(behaviour_BT))
     terms = token_terms(
-        msgspec.structs.replace(objective, penalties=()),
+        msgspec.structs.replace(objective, centering=None, penalties=()),
         logprobs_BT=logprobs_BT,
         sources={"behaviour": behaviour_BT, "proximal": proximal_BT, "reference": proximal_BT},
         advantages_BT=torch.full_like(behaviour_BT, advantage),

@@ -211,6 +211,20 @@ RUN_COLUMNS = (
         dtype="int32",
         meaning="The tokens among which the token was sampled. Only with `generator.top_k`.",
     ),
+    Column(
+        name="top_ids",
+        shape="[B, S, L]",
+        dtype="int32",
+        meaning="The tokens that were most likely when the token was sampled, the most likely one first; −1 beyond "
+        "them. Only with `generator.logprobs`.",
+    ),
+    Column(
+        name="top_logprobs",
+        shape="[B, S, L]",
+        dtype="float32",
+        meaning="The log-probs of `top_ids` under the distribution from which the token was sampled, in nats; 0 where "
+        "`top_ids` is −1. Only with `generator.logprobs`.",
+    ),
 )
 """The columns that a loss can read in a run. A loop of your own may have others."""
 

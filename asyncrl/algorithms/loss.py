@@ -29,13 +29,14 @@ from asyncrl.algorithms.interfaces import (
     misfit,
     with_arguments,
 )
-from asyncrl.algorithms.objective import Aggregation, Objective, pooled_sources
+from asyncrl.algorithms.objective import Aggregation, Objective, centered_kernel, pooled_sources
 from asyncrl.algorithms.presets import own_loss, resolve_objective
 from asyncrl.algorithms.step_statistics import StepStatistic, statistics_of
-from asyncrl.algorithms.token_terms import Segments, TokenTerms, is_half, token_terms, wide
+from asyncrl.algorithms.token_terms import Segments, TokenTerms, centering_slopes, is_half, token_terms, wide
 from asyncrl.config.import_path import OwnCallable, fitting_options, resolve
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.specs import TOP_IDS, TOP_LOGPROBS
 from asyncrl.errors import ConfigError, ImpreciseColumns, RunError
 from asyncrl.user_code import describe_error
 
@@ -57,15 +58,16 @@ class ObjectiveLoss:
     """An `Objective` as a `LossFunction`.
 
     It reads the columns `advantages` and `token_mask` [B, S], `sample_mask` [B], and the columns in `columns`. If it
-    gets logits, it also reads `input_ids` [B, S]. The columns in `columns` are [B, S], except `group_ids` and
-    `rewards`, which are [B]. If one of these two is needed, it also reads the column that `asyncrl.algorithms.shares`
-    makes of it. The optional column `segment_ids` [B, S] gives the sequence of each token in a packed row. Raises
-    RunError with the name of a missing column.
+    gets logits, it also reads `input_ids` [B, S]. The columns in `columns` are [B, S], except `top_ids` and
+    `top_logprobs`, which are [B, S, L], and `group_ids` and `rewards`, which are [B]. If one of the last two is needed,
+    it also reads the column that `asyncrl.algorithms.shares` makes of it. The optional column `segment_ids` [B, S]
+    gives the sequence of each token in a packed row. Raises RunError with the name of a missing column.
 
     Its metrics are shares of the trained tokens of the global batch. A micro-batch returns its part of each share, and
     the parts are added.
 
-    With an entropy penalty, it needs logits, or log-probs and entropies.
+    With an entropy penalty, it needs logits, or log-probs and entropies. With `centering` it needs logits, or log-probs
+    and the centering of each token (`asyncrl.policy.logprobs`).
     """
 
     metric_normalizations: Mapping[str, MetricNormalization] = {
@@ -78,12 +80,14 @@ class ObjectiveLoss:
         by_sequence = objective.aggregation not in (Aggregation.TOKEN_MEAN, Aggregation.SUM)
         self.loss_type = LossType.SEQUENCE_LEVEL if by_sequence else LossType.TOKEN_LEVEL
         self.needs_entropy = any(penalty.kind == "entropy" for penalty in objective.penalties)
+        self.needs_centering = objective.centering is not None
         self.columns = _columns(objective)
         pooled = pooled_sources(objective)
         self._pooled_columns = {SOURCE_COLUMNS[source] for source in pooled - {"current"}} | (
             {"next_token_logits", "next_token_logprobs"} if "current" in pooled else set()
         )
-        self.input_type = LossInputType.LOGIT if self.needs_entropy else LossInputType.LOGPROB
+        needs_logits = self.needs_entropy or self.needs_centering
+        self.input_type = LossInputType.LOGIT if needs_logits else LossInputType.LOGPROB
 
     @property
     def statistics(self) -> Mapping[str, StepStatistic]:
@@ -100,6 +104,7 @@ class ObjectiveLoss:
         *,
         next_token_logprobs: torch.Tensor | None = None,
         next_token_entropies: torch.Tensor | None = None,
+        next_token_centering: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         if data is None or global_valid_seqs is None or global_valid_toks is None:
             raise TypeError(
@@ -111,14 +116,23 @@ class ObjectiveLoss:
         if next_token_logits is not None:
             next_token_logprobs = gather_logprobs(next_token_logits, input_ids_BS=data["input_ids"])
             next_token_entropies = entropy(next_token_logits) if self.needs_entropy else None
-        if next_token_logprobs is None or (self.needs_entropy and next_token_entropies is None):
+            if self.needs_centering:
+                next_token_centering = centering(self.objective, next_token_logits, data)
+        needed = {"entropy": self.needs_entropy, "centering": self.needs_centering}
+        lacks = {"entropy": next_token_entropies is None, "centering": next_token_centering is None}
+        if next_token_logprobs is None or any(needed[name] and lacks[name] for name in needed):
             raise TypeError(
                 f"this loss was called without next_token_{self.input_type.value}s: pass them, as "
                 "asyncrl.algorithms.interfaces.LossFunction describes"
             )
         # converted once here: if each use converted it, the gradients of the uses would be added in half precision
         next_token_logprobs = wide(next_token_logprobs)
-        terms = self.terms(data, logprobs_BT=next_token_logprobs, entropy_BT=next_token_entropies)
+        terms = self.terms(
+            data,
+            logprobs_BT=next_token_logprobs,
+            entropy_BT=next_token_entropies,
+            centering_BT=next_token_centering,
+        )
         segments = _segments(data)
         sequences, tokens = _divisor(global_valid_seqs), _divisor(global_valid_toks)
         a_BT = self._coefficients(data, segments, sequences=sequences, tokens=tokens)
@@ -174,7 +188,12 @@ class ObjectiveLoss:
                 )
 
     def terms(
-        self, data: BatchedDataDict, *, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor | None = None
+        self,
+        data: BatchedDataDict,
+        *,
+        logprobs_BT: torch.Tensor,
+        entropy_BT: torch.Tensor | None = None,
+        centering_BT: torch.Tensor | None = None,
     ) -> TokenTerms:
         """Returns the loss of every token before the aggregation, all penalties but `positive_nll` included. Also
         returns the part of it that the advantage multiplies, and which tokens are clipped or gated."""
@@ -191,6 +210,7 @@ class ObjectiveLoss:
             advantages_BT=data["advantages"][:, 1:],
             segments=_segments(data),
             entropy_BT=entropy_BT,
+            centering_BT=centering_BT,
         )
 
     def sources(self, column: Callable[[str], torch.Tensor], *, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -244,6 +264,8 @@ def _columns(objective: Objective) -> frozenset[str]:
     counted = {"group_ids"} if objective.aggregation is Aggregation.PROMPT_MEAN else set()
     if any(penalty.kind == "positive_nll" for penalty in objective.penalties):
         counted.add("rewards")
+    if objective.centering is not None:
+        counted |= {TOP_IDS, TOP_LOGPROBS}
     sources = objective.sources()
     if objective.proximal == "interpolated":
         counted.add("staleness")
@@ -255,6 +277,7 @@ _HINTS = {
     "staleness": "; `staleness` is computed from `weight_versions` if a step is passed to train",
     "group_ids": "; `group_ids` has one int for each row [B], equal for the rows of one prompt",
     "rewards": "; `rewards` has one number for each row [B]",
+    TOP_IDS: "; `top_ids` and `top_logprobs` [B, S, L] are columns of a run with generator.logprobs = L",
 }
 
 
@@ -263,6 +286,25 @@ def gather_logprobs(logits_BSV: torch.Tensor, *, input_ids_BS: torch.Tensor) -> 
     logits_BTV = logits_BSV[:, :-1].float()
     chosen_BT = logits_BTV.gather(-1, input_ids_BS[:, 1:].unsqueeze(-1)).squeeze(-1)
     return chosen_BT - logits_BTV.logsumexp(dim=-1)
+
+
+def centering(objective: Objective, logits_BSV: torch.Tensor, data: BatchedDataDict) -> torch.Tensor:
+    """Returns the centering of the tokens 1 to S − 1 (`Objective.centering`), [B, T]. Differentiable. Reads `top_ids`
+    and `top_logprobs` [B, S, L]."""
+    if TOP_IDS not in data or TOP_LOGPROBS not in data:
+        return logits_BSV.new_zeros(logits_BSV.shape[0], logits_BSV.shape[1] - 1)  # `terms` raises the error
+    logits_BTV = wide(logits_BSV[:, :-1])
+    ids_BTL, log_q_BTL = data[TOP_IDS][:, 1:].long(), data[TOP_LOGPROBS][:, 1:]
+    listed_BTL = ids_BTL >= 0
+    log_p_BTL = logits_BTV.gather(-1, ids_BTL.clamp(min=0)) - logits_BTV.logsumexp(dim=-1, keepdim=True)
+    slopes_BTL = centering_slopes(
+        log_p=log_p_BTL,
+        log_q=log_q_BTL,
+        listed=listed_BTL,
+        has_rest=listed_BTL.sum(-1) < logits_BTV.shape[-1],
+        kernel=centered_kernel(objective),
+    )
+    return (slopes_BTL * log_p_BTL).sum(-1)
 
 
 def entropy(logits_BSV: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The axes of the off-policy objective, as data. Does not import torch, so `asyncrl config check` reads them quickly.
 
-    L = Σ_t a_t · [ W_t · K_t · S(u_t, A_t, lp_t) + Σ_j β_j · P_j(t) ]
+    L = Σ_t a_t · [ W_t · K_t · S(u_t, A_t, lp_t) + A_t · C_t + Σ_j β_j · P_j(t) ]
 
 lp is the log-prob of a token under the weights that are trained. It is the only differentiable quantity. A is the
 token's advantage. The log-probs of three other policies are data:
@@ -12,8 +12,8 @@ token's advantage. The log-probs of three other policies are data:
 `current` is lp without its gradient.
 
 S is the surrogate. It sees the ratio u = e^(lp − anchor). W is a detached importance weight, K ∈ {0, 1} are the gates
-and `dropped`, P are the penalties, and a is the aggregation. The aggregation uses counts over the whole optimizer
-update and all ranks. Nothing else divides the loss.
+and `dropped`, C is the centering, P are the penalties, and a is the aggregation. The aggregation uses counts over the
+whole optimizer update and all ranks. Nothing else divides the loss.
 
 Bounds of ratios are ratios (0.8, 1.28, inf), not an ε whose meaning depends on the algorithm. Bounds of divergences are
 in nats. `token_terms.py` and `loss.py` compute the tensors. `presets.py` has the published algorithms as rows of data.
@@ -561,6 +561,24 @@ class Objective(_Axis, frozen=True, kw_only=True):
     dropped: ByCovariance | None = None
     """Tokens that lose their surrogate, like those that a gate does not keep, or null for none. They stay in every
     denominator, and keep their penalties."""
+    centering: Literal["score"] | None = None
+    """C, the expected score of the sampler, which is subtracted from the token's own score; null for none. It needs
+    `generator.logprobs`, and the surrogate `reinforce`, or a `weighted` one at level `token` whose two kernels are the
+    same `clamp` with a finite hi and without `ess`, with anchor `behaviour` if it has a ratio. It cannot be combined
+    with `weight`, `gates`, `dropped` and `pre_clip`, with which the expectation would be another one.
+
+    `score`: C = Σ_{v ∈ H} sg(q_v · w(p_v/q_v) − α · p_v) · log p_v, with the sampler's distribution q and the trained
+    one p at the token's place (score centering, 2609.20807). H are the `generator.logprobs` most likely tokens v of q.
+    w is the kernel of the surrogate: 1 with `reinforce`, and clamp(u, lo, hi) with a `weighted` one. The rest of q is
+    taken to have the shape of p: α = ρ · w(1/ρ), where ρ is the mass of q outside H divided by that of p, both at least
+    1e-6. α is 0 if q has no token outside H, as with a `generator.top_k` of at most `generator.logprobs`. sg is
+    stop-gradient. Under q, the expected gradient of a token is then the covariance of its advantage and its weighted
+    score. The product of their means, which has no information about rewards, is gone.
+
+    Stale tokens: p moves away from their q, so the subtracted part grows with their age. With `reinforce`, their
+    gradient is centered but not corrected.
+
+    Example: `algorithm: {loss: score_centering, overrides: {surrogate: {positive: {hi: 4.0}, negative: {hi: 4.0}}}}`"""
     penalties: tuple[Penalty, ...] = ()
     """P, the terms that are added to the loss without the advantage. An empty list adds nothing."""
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
@@ -619,6 +637,14 @@ class Objective(_Axis, frozen=True, kw_only=True):
                 "proximal is interpolated, but no part of the objective reads the proximal policy: remove proximal"
             )
 
+        if self.centering is not None and (wrong := _uncentered(self)):
+            raise ValueError(
+                f"centering is {self.centering}, but the expected score of the sampler is not known with "
+                f"{', '.join(wrong)}: set surrogate to {{kind: reinforce}}, or to {{kind: weighted, positive: {{kind: "
+                "clamp, hi: C}, negative: {kind: clamp, hi: C}} with the same finite C, anchor: behaviour and level: "
+                "token; set weight, dropped and pre_clip to null, and gates to []; or remove centering"
+            )
+
         if sum(penalty.control is not None for penalty in self.penalties) > 1:
             raise ValueError("two penalties have control, but a step has one β that is recorded: remove one control")
 
@@ -658,6 +684,28 @@ def uses_ratio(surrogate: Surrogate) -> bool:
     if isinstance(surrogate, Weighted):
         return not all(isinstance(k, Clamp) and k.lo == k.hi for k in (surrogate.positive, surrogate.negative))
     return not isinstance(surrogate, Reinforce)
+
+
+def centered_kernel(objective: Objective) -> tuple[float, float]:
+    """Returns the bounds (lo, hi) of the kernel w(u) = clamp(u, lo, hi) of an objective with `centering`."""
+    surrogate = objective.surrogate
+    kernel = surrogate.positive if isinstance(surrogate, Weighted) else None
+    return (kernel.lo, kernel.hi) if isinstance(kernel, Clamp) else (1.0, 1.0)
+
+
+def _uncentered(objective: Objective) -> list[str]:
+    """Returns the parts of an objective with which the expected score of the sampler is not known, as `axis: value`."""
+    surrogate, found = objective.surrogate, list[str]()
+    if not isinstance(surrogate, Reinforce | Weighted):
+        found.append(f"surrogate: {{kind: {surrogate.__struct_config__.tag}}}")
+    elif not isinstance(surrogate, Reinforce):
+        kernel = surrogate.positive
+        if surrogate.negative != kernel or not isinstance(kernel, Clamp) or kernel.ess or kernel.hi == math.inf:
+            found.append(f"the kernels {surrogate.positive} and {surrogate.negative}")
+    if uses_ratio(surrogate) and (objective.anchor, objective.level) != ("behaviour", "token"):
+        found.append(f"anchor: {objective.anchor} and level: {objective.level}")
+    unset = {"weight": None, "gates": (), "dropped": None, "pre_clip": None}
+    return found + [name for name, none in unset.items() if getattr(objective, name) != none]
 
 
 def _kernels_with_ess(surrogate: Surrogate) -> bool:

@@ -188,6 +188,15 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             ),
             baseline="oapl",
         ),
+        "score_centering": Preset(
+            # the bound 2, the mean over tokens and the advantage are those of TorchTitan's documentation; they were not
+            # compared with the paper
+            source="2609.20807, as TorchTitan's documentation of its loss restates it",
+            use="Stale data: truncated importance sampling, without the drift of the sampler's mean score; needs "
+            "generator.logprobs.",
+            objective=Objective(surrogate=_same(Clamp(hi=2.0)), anchor="behaviour", centering="score"),
+            baseline="group_mean",
+        ),
         "topr": Preset(
             source="2503.14286",
             use="Much stale data: imitates good samples at full weight, pushes bad ones only while they are likely.",

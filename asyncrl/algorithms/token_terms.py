@@ -91,9 +91,10 @@ class TokenTerms:
     """The loss of every token before the aggregation; zero or False at masked tokens. `loss_BT` and `push_BT` carry
     gradient.
 
-    `loss_BT` is the value that the aggregation sums: surrogate and penalties, except `positive_nll`. `push_BT` is the
-    part of it that the advantage multiplies: importance weight · gates · surrogate. `clipped_BT` marks tokens whose
-    gradient a clip removes, and `gated_BT` those whose surrogate a gate or the weight's bounds zero.
+    `loss_BT` is the value that the aggregation sums: surrogate, centering and penalties, except `positive_nll`.
+    `push_BT` is the part of it that the advantage multiplies: importance weight · gates · surrogate, and centering.
+    `clipped_BT` marks tokens whose gradient a clip removes, and `gated_BT` those whose surrogate a gate or the weight's
+    bounds zero.
     """
 
     loss_BT: torch.Tensor
@@ -110,11 +111,12 @@ def token_terms(
     advantages_BT: torch.Tensor,
     segments: Segments,
     entropy_BT: torch.Tensor | None = None,
+    centering_BT: torch.Tensor | None = None,
 ) -> TokenTerms:
-    """Returns W · K · S + Σ β · P of every token, zero at masked tokens: importance weight W, gates K, surrogate S, and
-    penalties P.
+    """Returns W · K · S + A · C + Σ β · P of every token, zero at masked tokens: importance weight W, gates K,
+    surrogate S, advantage A, centering C, and penalties P.
 
-    All inputs except `logprobs_BT` and `entropy_BT` are detached here. `sources` must contain at least
+    All inputs except `logprobs_BT`, `entropy_BT` and `centering_BT` are detached here. `sources` must contain at least
     `objective.sources()`. Values in half precision are first converted to float32.
     """
     mask_BT = segments.mask_BT
@@ -137,7 +139,11 @@ def token_terms(
     if objective.dropped is not None:
         gated_BT = gated_BT | _is_chosen(objective.dropped, fixed=fixed, adv_BT=adv_BT)
     # torch.where instead of a product with 0: the surrogate of a gated token may be inf, and inf · 0 is NaN
-    push_BT = loss_BT = inside(torch.where(gated_BT, 0.0, push_BT))
+    push_BT = inside(torch.where(gated_BT, 0.0, push_BT))
+    if objective.centering is not None:
+        assert centering_BT is not None, "an objective with centering needs the centering of each token"
+        push_BT = push_BT + adv_BT * inside(centering_BT)
+    loss_BT = push_BT
     for penalty in objective.penalties:
         if penalty.kind == "positive_nll":
             continue  # this penalty has its own coefficients: `ObjectiveLoss` adds it
@@ -226,6 +232,34 @@ def _weight(
     if weight.outside == "clamp":
         return bounded_BT, torch.zeros_like(segments.mask_BT)
     return bounded_BT, (log_w_BT < _log(weight.lo)) | (log_w_BT > _log(weight.hi))
+
+
+LEAST_REST = 1e-6
+"""Smallest mass of a distribution outside the most likely tokens that centering counts with. The float32 sum of the
+others has an error of about 1e-7, so that smaller ones would be rounding."""
+
+
+@torch.no_grad()
+def centering_slopes(
+    *,
+    log_p: torch.Tensor,
+    log_q: torch.Tensor,
+    listed: torch.Tensor,
+    has_rest: torch.Tensor,
+    kernel: tuple[float, float],
+) -> torch.Tensor:
+    """Returns [..., L]: the coefficient q_v · w(p_v/q_v) − α · p_v of log p_v for each of the L most likely tokens v of
+    the sampler (`Objective.centering`), with w(u) = clamp(u, lo, hi) for the `kernel` (lo, hi). It is 0 where `listed`
+    [..., L] is False, which marks padding. `has_rest` [...] says whether the sampler could have sampled a token that
+    is not listed.
+    """
+    lo, hi = kernel
+    p, q = (torch.where(listed, wide(each), -math.inf).double().exp() for each in (log_p, log_q))
+    rest_p, rest_q = ((1 - each.sum(-1, keepdim=True)).clamp(min=LEAST_REST) for each in (p, q))
+    rho = rest_q / rest_p
+    # ρ · w(1/ρ) and q · w(p/q) without the division by what may be 0
+    alpha = torch.where(has_rest.unsqueeze(-1), torch.ones_like(rho).clamp(lo * rho, hi * rho), 0.0)
+    return (p.clamp(lo * q, hi * q) - alpha * p).to(wide(log_p).dtype)
 
 
 def _ratio(log_ratio: torch.Tensor, *, lo: float, hi: float) -> torch.Tensor:

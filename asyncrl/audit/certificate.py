@@ -21,7 +21,7 @@ _SHOWN = (
     *("model.", "algorithm.", "learner.optimizer.", "staleness."),
     *(f"learner.{name}" for name in ("total_steps", "groups_per_step", "group_size", "updates_per_step", "ranks")),
     *("run.seed", "environment.name", "data.dataset", "data.path", "data.seed", "data.epochs"),
-    *(f"generator.{name}" for name in ("temperature", "top_k", "top_p", "min_p", "max_completion_tokens")),
+    *(f"generator.{name}" for name in ("temperature", "top_k", "top_p", "min_p", "logprobs", "max_completion_tokens")),
 )
 """Settings that say what was trained and how. No option of an environment is among them, nor an address."""
 _WORDS = {

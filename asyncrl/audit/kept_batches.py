@@ -10,7 +10,15 @@ from asyncrl.data.row_checksums import row_checksums
 from asyncrl.learner.audit_records import TrainedStep
 from asyncrl.learner.saving import KeptSteps
 
-_DECISIVE = ("learner.", "algorithm.", "model.", "generator.temperature", "generator.top_k", "data_plane.")
+_DECISIVE = (
+    "learner.",
+    "algorithm.",
+    "model.",
+    "generator.temperature",
+    "generator.top_k",
+    "generator.logprobs",
+    "data_plane.",
+)
 """Settings, or sections, on which the numbers of a step depend."""
 
 

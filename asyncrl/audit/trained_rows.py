@@ -11,7 +11,7 @@ import torch
 from asyncrl.audit.plain_model import sequences_of
 from asyncrl.buffer.records import Lease
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import BRANCH, NO_TOKEN, SUPPORT
+from asyncrl.data.specs import BRANCH, NO_TOKEN, SUPPORT, TOP_IDS, TOP_LOGPROBS, WIDE_FIELDS
 from asyncrl.learner.audit_records import TrainedStep
 from asyncrl.learner.saving import PREV_LOGPROBS
 from asyncrl.learner.witnessed_step import completions_of
@@ -20,12 +20,14 @@ from asyncrl.witness.step import Completion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSequence:
-    """A sequence as a model sees it: a row, or a branch of one. `supports` has, for each token but the first, the ids
-    among which it was sampled. `start` is the position of the sequence's first token in the row."""
+    """A sequence as a model sees it: a row, or a branch of one. For each token but the first, `supports` has the ids
+    among which it was sampled, and `tops` the ids and log-probs of the sampler's most likely tokens. `start` is the
+    position of the sequence's first token in the row."""
 
     start: int
     tokens: list[int]
     supports: list[list[int]] | None
+    tops: list[dict[int, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,7 @@ def trained_rows(step: TrainedStep, lease: Lease, rows: BatchedDataDict, kept: S
         columns = {
             name: column[places].double().tolist() if column.ndim else [float(column)] * len(places)
             for name, column in row.items()
-            if name not in (SUPPORT, BRANCH, "input_ids", "input_lengths")
+            if name not in (*WIDE_FIELDS, BRANCH, "input_ids", "input_lengths")
         }
         found[n] = TrainedRow(
             name=f"sample {place} of group {group.meta.group} in step {step.step}",
@@ -87,4 +89,16 @@ def _sequences(row: Mapping[str, torch.Tensor]) -> Iterator[RowSequence]:
             listed = row[SUPPORT][start + 1 : stop].tolist()
             supports = [[token for token in support if token != NO_TOKEN] for support in listed]
         if stop - start > 1:
-            yield RowSequence(start=start, tokens=row["input_ids"][start:stop].tolist(), supports=supports)
+            yield RowSequence(
+                start=start,
+                tokens=row["input_ids"][start:stop].tolist(),
+                supports=supports,
+                tops=_tops(row, slice(start + 1, stop)),
+            )
+
+
+def _tops(row: Mapping[str, torch.Tensor], places: slice) -> list[dict[int, float]]:
+    if TOP_IDS not in row:
+        return []
+    pairs = zip(row[TOP_IDS][places].tolist(), row[TOP_LOGPROBS][places].tolist(), strict=True)
+    return [{token: q for token, q in zip(*each, strict=True) if token != NO_TOKEN} for each in pairs]

@@ -264,10 +264,9 @@ class _Witness:
 
     def _logprobs(self, row: TrainedRow, slopes: Derivatives | None = None) -> list[float]:
         """Returns the log-probs of the row's trained tokens by plain passes. With `slopes`, the derivatives of the loss
-        by these log-probs and by entropies, also adds the row's gradient to the gradients of the model."""
+        by these log-probs, entropies and centering, also adds the row's gradient to the gradients of the model."""
         at: dict[int, float] = {}
-        by_logprob = {} if slopes is None else dict(zip(row.places, slopes.logprobs, strict=True))
-        by_entropy = {} if slopes is None else dict(zip(row.places, slopes.entropies, strict=True))
+        by_place = [dict(zip(row.places, each, strict=True)) for each in slopes or ()]
         for sequence in row.sequences:
             places = range(sequence.start + 1, sequence.start + len(sequence.tokens))
             own = plain_pass(
@@ -276,8 +275,9 @@ class _Witness:
                 temperature=self._config.generator.temperature,
                 device=CPU,
                 supports=sequence.supports,
-                by_logprob=None if slopes is None else [by_logprob.get(place, 0.0) for place in places],
-                by_entropy=None if slopes is None else [by_entropy.get(place, 0.0) for place in places],
+                slopes=Derivatives(*([at.get(place, 0.0) for place in places] for at in by_place)) if slopes else None,
+                axes=self._objective,
+                tops=sequence.tops,
             )
             at |= dict(zip(places, own, strict=True))
         return [at[place] for place in row.places]

@@ -162,4 +162,6 @@ def _small_batch() -> dict[str, torch.Tensor]:
         "group_ids": torch.zeros(2, dtype=torch.int64),
         "branch_ids": torch.zeros(2, _TOKENS, dtype=torch.int64),
         "support_ids": torch.zeros(2, _TOKENS, 1, dtype=torch.int32),
+        "top_ids": torch.zeros(2, _TOKENS, 2, dtype=torch.int32) + torch.arange(2, dtype=torch.int32),
+        "top_logprobs": torch.full((2, _TOKENS, 2), -1.0),
     }

@@ -10,7 +10,8 @@ import torch
 
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import NO_TOKEN, NO_VERSION, SUPPORT
+from asyncrl.data.specs import WIDE_FIELDS
+from asyncrl.data_plane.codec import PAD_VALUES
 from asyncrl.errors import DataError
 from asyncrl.generation.episodes import episode_rows, single_turn
 from asyncrl.generation.interfaces import InferenceEngine
@@ -38,9 +39,7 @@ async def continue_rows(
 
 def join_outputs(outputs: Sequence[BatchedDataDict], *, pad_token_id: int) -> BatchedDataDict:
     """Joins the rows of several outputs, padded to the longest row."""
-    return BatchedDataDict.from_batches(
-        outputs, pad_value_dict={"output_ids": pad_token_id, "weight_versions": NO_VERSION, SUPPORT: NO_TOKEN}
-    )
+    return BatchedDataDict.from_batches(outputs, pad_value_dict={**PAD_VALUES, "output_ids": pad_token_id})
 
 
 async def _continue_row(
@@ -63,7 +62,7 @@ async def _continue_row(
         max_tokens=min(config.generator.max_completion_tokens, room),
         stop=stop or (),
     )
-    rows = episode_rows([single_turn(prompt_ids, completion, top_k=None if greedy else config.generator.top_k)])
+    rows = episode_rows([single_turn(prompt_ids, completion, widths={} if greedy else config.widths)])
     return BatchedDataDict(
         output_ids=rows["input_ids"],
         generation_lengths=rows["input_lengths"] - len(prompt_ids),
@@ -71,5 +70,5 @@ async def _continue_row(
         logprobs=rows["generation_logprobs"],
         truncated=torch.tensor([completion.truncated]),
         weight_versions=rows["weight_versions"],
-        **({SUPPORT: rows[SUPPORT]} if SUPPORT in rows else {}),
+        **{name: rows[name] for name in WIDE_FIELDS if name in rows},
     )

@@ -4,8 +4,9 @@ from asyncrl.config.schema import Config
 
 BYTES_PER_TOKEN = 24
 """Bytes of a row for each token: token id and weight version (int64), behaviour log-prob and mask (float32)."""
-BYTES_PER_SUPPORT_TOKEN = 4
-"""Bytes of a row for each token of a token's support (`generator.top_k`): its id, int32."""
+BYTES_PER_WIDE_NUMBER = 4
+"""Bytes of each of the numbers that a token has in a column of `Config.widths`: an id (int32) or a log-prob
+(float32)."""
 BYTES_PER_BRANCH_ID = 4
 """Bytes of a row for each token with `environment.max_branches` above 1: the number of its branch, int32."""
 BYTES_PER_ROW = 8
@@ -28,4 +29,4 @@ def row_tokens(config: Config) -> int:
 def bytes_per_token(config: Config) -> int:
     """Returns the bytes of a row for each token. All tokens of a row take the same: those of the prompt too."""
     of_branches = BYTES_PER_BRANCH_ID if config.most_branches > 1 else 0
-    return BYTES_PER_TOKEN + of_branches + (config.generator.top_k or 0) * BYTES_PER_SUPPORT_TOKEN
+    return BYTES_PER_TOKEN + of_branches + sum(config.widths.values()) * BYTES_PER_WIDE_NUMBER

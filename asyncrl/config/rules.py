@@ -145,7 +145,7 @@ def _buffer(config: Config) -> Iterator[str]:
             f"{step_bytes} = learner.groups_per_step {step_groups} × learner.group_size {config.learner.group_size} × "
             f"({row_tokens(config)} tokens × {bytes_per_token(config)} + {BYTES_PER_ROW}) bytes, with rows of "
             f"{_row_tokens_text(config)} tokens; raise it"
-            f"{', or lower generator.top_k' if config.has_supports else ''}{_or_fewer_branches(config)}"
+            f"{_or_narrower_rows(config)}{_or_fewer_branches(config)}"
         )
 
 
@@ -173,6 +173,11 @@ def _step_shape(config: Config) -> Iterator[str]:
             f"{product} with learner.batching = {learner.batching}, so that the longest row fits into one pass; raise "
             f"it{_or_fewer_branches(config)}"
         )
+
+
+def _or_narrower_rows(config: Config) -> str:
+    keys = {"support_ids": "generator.top_k", "top_ids": "generator.logprobs"}
+    return "".join(f", or lower {keys[name]}" for name in config.widths if name in keys)
 
 
 def _or_fewer_branches(config: Config) -> str:

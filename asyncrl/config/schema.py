@@ -496,6 +496,10 @@ class GeneratorSection(Section):
     Needs `top_k`."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Only tokens that are at least this share as probable as the most probable token. Needs `top_k`."""
+    logprobs: PositiveInt | None = None
+    """Number of most probable tokens whose ids and log-probs are stored with each sampled token, 8 bytes for each. They
+    are those of the distribution from which the token was sampled: after the temperature and the filters. The axis
+    `centering` of a loss reads them, and a loss of your own can (docs/losses.md). Unset: none."""
     seeded: bool | None = None
     """Whether each sample is drawn with a seed of its own, which follows from `run.seed`. An engine then draws the
     samples one by one, which makes short completions slower. Unset: only with `staleness.max_versions: 0`, where equal
@@ -1049,6 +1053,14 @@ class Config(Section):
         return self.generator.top_k is not None
 
     @property
+    def widths(self) -> dict[str, int]:
+        """The columns of this run's rows that have several numbers for each token, and how many: the support of a
+        token, and the most likely tokens with their log-probs."""
+        top_k, tops = self.generator.top_k, self.generator.logprobs
+        found = {"support_ids": top_k, "top_ids": tops, "top_logprobs": tops}
+        return {name: width for name, width in found.items() if width is not None}
+
+    @property
     def most_branches(self) -> int:
         """The most branches of an episode that the run trains."""
         parts = [part.environment for part in self.data.mixture if part.environment is not None]
@@ -1056,10 +1068,9 @@ class Config(Section):
 
     @property
     def extra_columns(self) -> tuple[str, ...]:
-        """The columns of this run's rows that the rows of other runs lack (`asyncrl.data.specs`): the supports of
-        tokens, and the branches of episodes."""
-        has = {"support_ids": self.has_supports, "branch_ids": self.most_branches > 1}
-        return tuple(name for name, present in has.items() if present)
+        """The columns of this run's rows that the rows of other runs lack (`asyncrl.data.specs`): those of `widths`,
+        and the branches of episodes."""
+        return (*self.widths, *(["branch_ids"] if self.most_branches > 1 else []))
 
     @property
     def most_resamples(self) -> int:

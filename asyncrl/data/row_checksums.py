@@ -13,7 +13,7 @@ from asyncrl.data.tokenizer import Input
 
 def row_checksums(rows: BatchedDataDict) -> list[int]:
     """Returns the xxh3-64 of each row's real tokens: their ids, log-probs, versions and masks, and the columns
-    `support_ids` and `branch_ids` if the rows have them. Padding does not count."""
+    in `EXTRA_FIELDS` that the rows have. Padding does not count."""
     names = [name for name in (*GENERATED_FIELDS, *extra_fields(rows)) if name != "input_lengths"]
     columns = [rows[name].contiguous().numpy() for name in names]
     lengths: list[int] = rows["input_lengths"].tolist()

@@ -1,9 +1,9 @@
 """The columns of batches by name: for generation, and for the stages of training.
 
 Shape letters: B rows, S tokens of the longest row, S' tokens of the longest prompt with its response, K tokens of the
-largest support. The support of a token is the tokens among which it was sampled (`generator.top_k`). Padding is on the
-right. Log-probs are float32 nats. Entry `c[b, i]` of a column belongs to token `input_ids[b, i]` given its prefix, so
-`logprobs[b, 0]` is 0.
+largest support, L most likely tokens (`generator.logprobs`). The support of a token is the tokens among which it was
+sampled (`generator.top_k`). Padding is on the right. Log-probs are float32 nats. Entry `c[b, i]` of a column belongs to
+token `input_ids[b, i]` given its prefix, so `logprobs[b, 0]` is 0.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,14 @@ NO_VERSION = -1
 
 SUPPORT = "support_ids"
 """Column of the supports, with `generator.top_k`: the ids of the tokens among which each token was sampled."""
+TOP_IDS, TOP_LOGPROBS = "top_ids", "top_logprobs"
+"""Columns with `generator.logprobs`: the ids of the tokens that were most likely when each token was sampled, the most
+likely one first, and their log-probs under the distribution from which it was sampled."""
 NO_TOKEN = -1
-"""Value of `support_ids` beyond the support of a token, and for prompt and padding tokens, which have no support."""
+"""Value of `support_ids` and `top_ids` beyond the tokens of a list, and for prompt and padding tokens, which have no
+list. `top_logprobs` is 0 there."""
+WIDE_FIELDS = (SUPPORT, TOP_IDS, TOP_LOGPROBS)
+"""The columns that have several numbers for each token (`Config.widths`)."""
 
 BRANCH = "branch_ids"
 """Column of the branches of episodes, with `environment.max_branches` above 1. A row then has several sequences of one
@@ -27,7 +33,7 @@ episode, its branches, one after the other. The column has for each token the nu
 NO_BRANCH = -1
 """Value of `branch_ids` for padding."""
 
-EXTRA_FIELDS = (SUPPORT, BRANCH)
+EXTRA_FIELDS = (*WIDE_FIELDS, BRANCH)
 """The columns of a finished group's rows that only some runs have (`Config.extra_columns`)."""
 
 GENERATED_FIELDS = ("input_ids", "input_lengths", "generation_logprobs", "weight_versions", "token_mask")
@@ -79,6 +85,10 @@ class GenerationOutputSpec(TypedDict):
     """int64 [B, S']: the version that sampled each token; −1 for prompt and padding."""
     support_ids: NotRequired[torch.Tensor]
     """int32 [B, S', K]: the ids of the tokens among which each token was sampled, −1 beyond them."""
+    top_ids: NotRequired[torch.Tensor]
+    """int32 [B, S', L]: the ids of the most likely tokens, −1 beyond them."""
+    top_logprobs: NotRequired[torch.Tensor]
+    """float32 [B, S', L]: the log-probs of `top_ids`, as sampled; 0 beyond them."""
 
 
 class _StepColumns(TypedDict):
@@ -116,6 +126,11 @@ class TrainDatumSpec(_StepColumns):
     support_ids: NotRequired[torch.Tensor]
     """int32 [B, S, K]: the ids of the tokens among which each token was sampled, −1 beyond them. Log-probs and
     entropies are those of the distribution over these tokens."""
+    top_ids: NotRequired[torch.Tensor]
+    """int32 [B, S, L]: the ids of the tokens that were most likely when the token was sampled, −1 beyond them; used by
+    the axis `centering`."""
+    top_logprobs: NotRequired[torch.Tensor]
+    """float32 [B, S, L]: the log-probs of `top_ids` under the weights that sampled the token; 0 beyond them."""
     branch_ids: NotRequired[torch.Tensor]
     """int32 [B, S]: the number of each token's branch, −1 for padding. A branch is a sequence of its own: its tokens do
     not see those of other branches of the row."""

@@ -19,10 +19,15 @@ import numpy.typing as npt
 import torch
 
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import BRANCH, NO_BRANCH, NO_TOKEN, NO_VERSION, SUPPORT
+from asyncrl.data.specs import BRANCH, NO_BRANCH, NO_TOKEN, NO_VERSION, SUPPORT, TOP_IDS
 from asyncrl.data_plane.interfaces import LENGTHS_FIELD
 
-PAD_VALUES: Mapping[str, float] = {"weight_versions": NO_VERSION, SUPPORT: NO_TOKEN, BRANCH: NO_BRANCH}
+PAD_VALUES: Mapping[str, float] = {
+    "weight_versions": NO_VERSION,
+    SUPPORT: NO_TOKEN,
+    TOP_IDS: NO_TOKEN,
+    BRANCH: NO_BRANCH,
+}
 """Pad values of columns in which 0 is a valid value."""
 
 WireColumn = tuple[npt.NDArray[Any] | list[Any], npt.NDArray[np.int64] | None, str | None]

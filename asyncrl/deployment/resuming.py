@@ -43,6 +43,7 @@ FIXED = (
     "learner.groups_per_step",
     "learner.group_size",
     "generator.top_k",
+    "generator.logprobs",
     "run.seed",
     "data.shuffle",
     "model.lora.rank",

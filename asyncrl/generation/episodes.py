@@ -9,11 +9,12 @@ An agent that goes back in its conversation makes an episode of several branches
 are in one row, one after the other, and a token that several of them contain is sampled in the first one only.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, chain, groupby, takewhile
+from types import MappingProxyType
 from typing import Any, TypedDict
 
 import numpy as np
@@ -23,11 +24,12 @@ import torch
 from asyncrl.buffer.records import VersionSpan
 from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import BRANCH, NO_BRANCH, NO_TOKEN, NO_VERSION, SUPPORT
+from asyncrl.data.specs import BRANCH, NO_BRANCH, NO_VERSION, SUPPORT
+from asyncrl.data_plane.codec import PAD_VALUES
 from asyncrl.environments.agents import ToolFailure
 from asyncrl.environments.scores import Score
 from asyncrl.errors import HandshakeError
-from asyncrl.generation.interfaces import Completion, PartialCompletion, Sampled, Supports
+from asyncrl.generation.interfaces import Completion, PartialCompletion, Sampled, WideColumns
 
 
 class Origin(StrEnum):
@@ -41,7 +43,7 @@ class Origin(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """Tokens that were added to an episode together. A sampled node has the log-prob (nats, as sampled) and the version
-    of each token, and with `generator.top_k` its support; other nodes have none of these.
+    of each token, and its entries in the columns of `Config.widths`; other nodes have none of these.
 
     Raises HandshakeError unless this is so (docs/faults.md, F25).
     """
@@ -50,15 +52,16 @@ class Node:
     token_ids: Sequence[int]
     logprobs: Sequence[float] = ()
     versions: Sequence[Version] = ()
-    supports: Supports | None = field(default=None, compare=False)
+    wide: WideColumns = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         needed = len(self.token_ids) if self.sampled else 0
-        if self.supports is not None and len(self.supports) != needed:
-            raise HandshakeError(
-                f"a node of {len(self.token_ids)} tokens ({self.origin}) has {len(self.supports)} supports; every "
-                "sampled token needs one support, and no other token may have any"
-            )
+        for name, column in self.wide.items():
+            if len(column) != needed:
+                raise HandshakeError(
+                    f"a node of {len(self.token_ids)} tokens ({self.origin}) has {len(column)} entries in the column "
+                    f"{name}; every sampled token needs one entry, and no other token may have any"
+                )
         if len(self.logprobs) != needed or len(self.versions) != needed:
             raise HandshakeError(
                 f"a node of {len(self.token_ids)} tokens ({self.origin}) has {len(self.logprobs)} log-probs and "
@@ -74,7 +77,7 @@ class Node:
             token_ids=completion.token_ids,
             logprobs=completion.logprobs,
             versions=completion.versions,
-            supports=completion.supports,
+            wide=completion.wide,
         )
 
     @property
@@ -116,15 +119,18 @@ class Episode:
         return version_spans(list(chain.from_iterable(node.versions for node in self.sampled_nodes)))
 
 
-def single_turn(prompt_ids: Sequence[int], completion: Completion, *, top_k: int | None = None) -> Episode:
-    """Returns the episode of one answer to a prompt. Raises HandshakeError if the answer was sampled with `top_k` and
-    its supports do not have the width `top_k` (docs/faults.md, F25)."""
-    width = None if completion.supports is None else completion.supports.shape[1]
-    if top_k is not None and width != top_k:
-        raise HandshakeError(
-            f"the engine returned a completion whose supports (the tokens among which it sampled) have "
-            f"{width or 'no'} tokens; with generator.top_k = {top_k} they must have {top_k}"
-        )
+def single_turn(
+    prompt_ids: Sequence[int], completion: Completion, *, widths: Mapping[str, int] = MappingProxyType({})
+) -> Episode:
+    """Returns the episode of one answer to a prompt. `widths` has the columns with several numbers for each token that
+    the answer must have, and how many numbers. Raises HandshakeError if it does not have them (docs/faults.md, F25)."""
+    for name, width in widths.items():
+        found = completion.wide[name].shape[1] if name in completion.wide else "no"
+        if found != width:
+            raise HandshakeError(
+                f"the engine returned a completion that has {found} numbers for each token in the column {name}; with "
+                f"generator.{'top_k' if name == SUPPORT else 'logprobs'} = {width} it must have {width}"
+            )
     return Episode(
         nodes=(Node(origin=Origin.ENVIRONMENT, token_ids=prompt_ids), Node.of(completion)),
         text=completion.text,
@@ -155,7 +161,7 @@ def version_spans(versions: Sequence[Version]) -> tuple[VersionSpan, ...]:
 
 
 def episode_rows(episodes: Sequence[Episode], *, branches: bool = False) -> BatchedDataDict:
-    """Returns the rows of G episodes, of shape [G, S]: their tokens, padded on the right. Supports are a column
+    """Returns the rows of G episodes, of shape [G, S]: their tokens, padded on the right. The columns `Node.wide` are
     [G, S, K], if the sampled nodes have them. With `branches`, the numbers of the tokens' branches are a column too.
 
     Tokens that were not sampled have log-prob 0, version NO_VERSION, mask 0 and no support. So has padding.
@@ -190,10 +196,11 @@ def episode_rows(episodes: Sequence[Episode], *, branches: bool = False) -> Batc
         numbers = [sum(place >= fork for fork in each.forks) for each in episodes for place in range(len(each.nodes))]
         of_tokens = np.repeat(numbers, [len(node.token_ids) for node in nodes])
         rows[BRANCH] = column(NO_BRANCH, of_tokens, np.int32, places=within_GS)
-    if supports := [node.supports for node in sampled if node.supports is not None]:
-        support_GSK = np.full((*within_GS.shape, supports[0].shape[1]), NO_TOKEN, dtype=np.int32)
-        support_GSK[sampled_GS] = np.concatenate(supports)
-        rows[SUPPORT] = torch.from_numpy(support_GSK)
+    for name in dict.fromkeys(name for node in sampled for name in node.wide):
+        of_nodes = [node.wide[name] for node in sampled if name in node.wide]
+        wide_GSK = np.full((*within_GS.shape, of_nodes[0].shape[1]), PAD_VALUES.get(name, 0), of_nodes[0].dtype)
+        wide_GSK[sampled_GS] = np.concatenate(of_nodes)
+        rows[name] = torch.from_numpy(wide_GSK)
     return rows
 
 

@@ -123,7 +123,7 @@ class Generator:
         self._prefixes = PrefixKeeper(
             prefix_rows,
             every_tokens=config.generator.persist_every_tokens,
-            support=config.has_supports,
+            wide=tuple(config.widths),
             verified=weights.verified,
             stored=self._held.stored,
         )

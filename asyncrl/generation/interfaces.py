@@ -34,8 +34,9 @@ __all__ = [
     "verify_right_padding",
 ]
 
-Supports = npt.NDArray[np.int32]
-"""The supports of some sampled tokens, [tokens, K]: the ids of the tokens among which each was sampled, −1 beyond."""
+WideColumns = Mapping[str, npt.NDArray[Any]]
+"""The columns `asyncrl.data.specs.WIDE_FIELDS` of some sampled tokens, by name, [tokens, K]. A column is missing if the
+run does not have it (`Config.widths`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +44,8 @@ class PartialCompletion:
     """The tokens of a completion so far.
 
     `token_ids`, `logprobs` (nats, as sampled) and `versions` have one entry for each token. `truncated` is True if the
-    length limit has ended the completion; only a `finished` completion can be truncated. `supports` [tokens, K] has the
-    ids of the tokens among which each token was sampled, −1 beyond them; it is None without `generator.top_k`.
+    length limit has ended the completion; only a `finished` completion can be truncated. `wide` has several numbers for
+    each token: the support with `generator.top_k`, and the most likely tokens with `generator.logprobs`.
 
     A sample of an agent has the tokens of all its answers one after another. `calls` has for each token the id of the
     call that it answers. `ends` has at the last token of an answer its state (1 runs, 2 finished, 3 finished at the
@@ -56,7 +57,7 @@ class PartialCompletion:
     versions: list[Version]
     finished: bool = False
     truncated: bool = False
-    supports: Supports | None = field(default=None, compare=False)
+    wide: WideColumns = field(default_factory=dict, compare=False)
     calls: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
 
@@ -68,8 +69,18 @@ class PartialCompletion:
             versions=self.versions[start:end],
             finished=finished,
             truncated=truncated,
-            supports=None if self.supports is None else self.supports[start:end],
+            wide={name: column[start:end] for name, column in self.wide.items()},
         )
+
+
+def concatenated(parts: Iterable[WideColumns]) -> WideColumns:
+    """Returns the columns of tokens that follow each other. A part without a column has no token, or the run does not
+    have the column."""
+    found: dict[str, list[npt.NDArray[Any]]] = {}
+    for part in parts:
+        for name, column in part.items():
+            found.setdefault(name, []).append(column)
+    return {name: np.concatenate(columns) for name, columns in found.items()}
 
 
 NOTHING = PartialCompletion(token_ids=[], logprobs=[], versions=[])
@@ -133,7 +144,7 @@ class InferenceEngine(Protocol):
     ) -> list[Completion]:
         """Returns n completions of one prompt, its children. Child i samples with seed + i; with None, from random
         numbers of the engine. Temperature 0 is greedy, and `seed` must be None then. Other temperatures sample with
-        `generator.top_k`, `top_p` and `min_p`, and with `top_k` completions have supports.
+        `generator.top_k`, `top_p` and `min_p`, and completions have the columns of `Config.widths`.
 
         A completion ends when its text contains one of `stop` or of `generator.stop`. The tokens of the stop string
         are the last tokens of the completion. The engine calls `on_progress` from time to time with what it has sampled

@@ -13,17 +13,17 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import chain
 
-import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from asyncrl.buffer.records import Prefix, Ticket
 from asyncrl.common.version import Version
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import NO_TOKEN, SUPPORT
+from asyncrl.data.specs import WIDE_FIELDS
+from asyncrl.data_plane.codec import PAD_VALUES
 from asyncrl.data_plane.rows import Rows
 from asyncrl.errors import AsyncRLError, InfraError
-from asyncrl.generation.interfaces import PartialCompletion, Sampled
+from asyncrl.generation.interfaces import PartialCompletion, Sampled, concatenated
 from asyncrl.generation.long_work import beside_loop
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,8 @@ PREFIX_COLUMNS = (
     "sample_state",
 )
 """Columns of stored partial generations: per token its id, log-prob, and version (step and incarnation); per sample the
-number of its tokens, and its state: 0 runs, 1 finished, 2 finished at the length limit. With `generator.top_k`, there
-is also the support of each token, the tokens among which it was sampled."""
+number of its tokens, and its state: 0 runs, 1 finished, 2 finished at the length limit. The columns of `Config.widths`
+are stored too."""
 TURN_COLUMNS = ("turn_calls", "turn_ends")
 """Further columns of the samples of agents, per token: the id of the call that the token answers, and at the last token
 of an answer the state of the answer (1 runs, 2 finished, 3 finished at the length limit); 0 at other tokens."""
@@ -74,8 +74,8 @@ def engine_seed(seed: int, name: str) -> int:
 
 
 def rows_of(samples: Sequence[PartialCompletion]) -> BatchedDataDict:
-    """Returns the rows [G, S] that store the samples. A column [G, S, K] has the K token ids among which each token was
-    sampled, if the samples have them."""
+    """Returns the rows [G, S] that store the samples, with the columns [G, S, K] that have several numbers for each
+    token if the samples have them."""
 
     def column(of_samples: Iterable[Sequence[float]], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return pad_sequence([torch.tensor(of_tokens, dtype=dtype) for of_tokens in of_samples], batch_first=True)
@@ -88,10 +88,10 @@ def rows_of(samples: Sequence[PartialCompletion]) -> BatchedDataDict:
         weight_incarnations=column([version.incarnation for version in sample.versions] for sample in samples),
         sample_state=torch.tensor([_state(sample) for sample in samples]),
     )
-    if supports := [sample.supports for sample in samples if sample.supports is not None]:
-        no_token = supports[0][:0]
-        of_samples = [no_token if sample.supports is None else sample.supports for sample in samples]
-        rows[SUPPORT] = pad_sequence(list(map(torch.from_numpy, of_samples)), batch_first=True, padding_value=NO_TOKEN)
+    for name in dict.fromkeys(name for sample in samples for name in sample.wide):
+        no_token = next(sample.wide[name][:0] for sample in samples if name in sample.wide)
+        of_samples = [torch.from_numpy(sample.wide.get(name, no_token)) for sample in samples]
+        rows[name] = pad_sequence(of_samples, batch_first=True, padding_value=PAD_VALUES.get(name, 0))
     if any(sample.calls for sample in samples):
         calls, ends = TURN_COLUMNS
         rows[calls] = column(sample.calls for sample in samples)
@@ -121,7 +121,7 @@ def samples_of_rows(rows: BatchedDataDict, *, prefix: Prefix) -> list[PartialCom
                 versions=versions[:kept],
                 finished=state != _RUNS,
                 truncated=state == _TRUNCATED,
-                supports=rows[SUPPORT][i, :kept].numpy() if SUPPORT in rows else None,
+                wide={name: rows[name][i, :kept].numpy() for name in WIDE_FIELDS if name in rows},
                 calls=calls,
                 ends=ends,
             )
@@ -148,12 +148,11 @@ def joined(turns: Sequence[tuple[int, PartialCompletion]]) -> PartialCompletion:
     """Returns the answers of one agent's sample, one after the other, as one PartialCompletion. `turns` has a pair for
     each answer: the id of the call that it answers, and the answer. Each answer has at least one token."""
     answers = [answer for _, answer in turns]
-    supports = [answer.supports for answer in answers if answer.supports is not None]
     return PartialCompletion(
         token_ids=list(chain.from_iterable(answer.token_ids for answer in answers)),
         logprobs=list(chain.from_iterable(answer.logprobs for answer in answers)),
         versions=list(chain.from_iterable(answer.versions for answer in answers)),
-        supports=np.concatenate(supports) if supports else None,
+        wide=concatenated(answer.wide for answer in answers),
         calls=[call for call, answer in turns for _ in answer.token_ids],
         ends=[end for answer in answers for end in (*[0] * (len(answer.token_ids) - 1), _state(answer) + 1)],
     )
@@ -187,7 +186,8 @@ def _state(sample: PartialCompletion) -> int:
 
 class PrefixKeeper:
     """Stores a group when one of its samples has grown by `every_tokens` tokens since it was stored last, and no put of
-    the group runs. With 0, it stores nothing. With `support`, tokens have supports (`generator.top_k`).
+    the group runs. With 0, it stores nothing. `wide` names the columns with several numbers for each token that the
+    samples have (`Config.widths`).
 
     `verified` waits until the last weight update is verified. `stored` is called after each successful put, with the
     key of the ticket and the stored prefix.
@@ -198,13 +198,13 @@ class PrefixKeeper:
         rows: Rows,
         *,
         every_tokens: int,
-        support: bool = False,
+        wide: Sequence[str] = (),
         verified: Callable[[], Awaitable[None]],
         stored: Callable[[str, Prefix], None],
     ) -> None:
         self._rows = rows
         self._every_tokens = every_tokens
-        self._columns = (*PREFIX_COLUMNS, *([SUPPORT] if support else []))
+        self._columns = (*PREFIX_COLUMNS, *wide)
         self._verified = verified
         self._stored = stored
         self._lengths: dict[str, Sequence[int]] = {}  # tokens of each sample at the last put of a group

@@ -18,13 +18,13 @@ from asyncrl.algorithms.filters import is_equal_group, scored_samples
 from asyncrl.buffer.groups import seed_of_group
 from asyncrl.buffer.records import Failure, GroupMeta, Ticket
 from asyncrl.config.parts import all_configs
-from asyncrl.config.row_bytes import BYTES_PER_BRANCH_ID, BYTES_PER_ROW, BYTES_PER_SUPPORT_TOKEN, BYTES_PER_TOKEN
+from asyncrl.config.row_bytes import BYTES_PER_BRANCH_ID, BYTES_PER_ROW, BYTES_PER_TOKEN, BYTES_PER_WIDE_NUMBER
 from asyncrl.config.schema import Config, HeldoutSet
 from asyncrl.data.answer_text import AnswerText
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
 from asyncrl.data.row_checksums import prompt_checksum, row_checksums
-from asyncrl.data.specs import BRANCH, SUPPORT
+from asyncrl.data.specs import BRANCH, WIDE_FIELDS
 from asyncrl.data.tokenizer import encode_prompt
 from asyncrl.data.turn_ends import generation_prompt
 from asyncrl.environments.prompt_lengths import counted, longest_prompt_tokens
@@ -170,14 +170,14 @@ class Rollouts:
             count_non_greedy=attempt.greedy,
         )
         attempt.on_generated()
-        top_k = self.config.generator.top_k if temperature > 0 else None
+        widths = self.config.widths if temperature > 0 else {}
         environment = all_configs(self.config)[task.part].environment
         if environment.special_tokens == "keep":
             completions = [
                 with_changes(each, text=self._answer_text(each.token_ids, special_tokens="keep"))
                 for each in completions
             ]
-        episodes = [single_turn(prompt_ids, completion, top_k=top_k) for completion in completions]
+        episodes = [single_turn(prompt_ids, completion, widths=widths) for completion in completions]
         scored_from_s = self.clock()
         try:
             scores = await self.scorer.score(task, [episode.text for episode in episodes])
@@ -230,9 +230,9 @@ def finished_group(ticket: Ticket, played: Played, *, config: Config, replica: s
     prompt_tokens = min(episode.prompt_tokens for episode in episodes)  # agents may begin with different prompts
     read = tuple(episode.tokens - prompt_tokens - episode.sampled_tokens for episode in episodes)
     rows = episode_rows(episodes, branches=config.most_branches > 1)
-    support_bytes = rows[SUPPORT].shape[2] * BYTES_PER_SUPPORT_TOKEN if SUPPORT in rows else 0
+    wide_bytes = sum(rows[name].shape[2] for name in WIDE_FIELDS if name in rows) * BYTES_PER_WIDE_NUMBER
     branch_bytes = BYTES_PER_BRANCH_ID if BRANCH in rows else 0
-    token_bytes = sum(episode.tokens for episode in episodes) * (BYTES_PER_TOKEN + support_bytes + branch_bytes)
+    token_bytes = sum(episode.tokens for episode in episodes) * (BYTES_PER_TOKEN + wide_bytes + branch_bytes)
     activity = played.activity
     meta = GroupMeta(
         group=ticket.group,

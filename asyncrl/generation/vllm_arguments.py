@@ -104,8 +104,8 @@ def engine_arguments(
     }
     if lora is not None:
         arguments |= vllm_adapters.engine_arguments(config, lora, adapted_modules(model_path, lora))
-    if generator.top_k is not None:
-        arguments["max_logprobs"] = generator.top_k  # vLLM refuses more log-probs for each token than this
+    if config.widths:
+        arguments["max_logprobs"] = max(config.widths.values())  # vLLM refuses more log-probs for each token than this
     if config.model.dtype == "bfloat16":
         # In bfloat16 the logits themselves would be rounded, which alone changes log-probs by up to 0.06 nats.
         arguments["hf_overrides"] = {"head_dtype": "float32"}

@@ -109,8 +109,8 @@ class VLLMEngine:
         self._settings = settings or {}
         self._stop = config.generator.stop
         self._further_ends = [] if further_end is None else [further_end]
-        self._top_k = config.generator.top_k
-        vocabulary = 0 if self._top_k is None else llm.model_config.get_vocab_size()
+        self._widths = config.widths
+        vocabulary = llm.model_config.get_vocab_size() if self._widths else 0
         self._choice = sampling_parameters(config.generator, vocabulary=vocabulary)
         stored = config.generator.persist_every_tokens > 0
         self._progress_every_s = STORED_PROGRESS_EVERY_S if stored else PROGRESS_EVERY_S
@@ -256,12 +256,12 @@ class VLLMEngine:
             "detokenize": bool(stops),  # stop strings need text after every token; otherwise we decode once, at the end
             **(self._choice if temperature > 0 else {}),
         }
-        top_k = self._top_k if temperature > 0 else None
+        widths = self._widths if temperature > 0 else {}
         if not any(sample.token_ids for sample in prefix):
-            children = [Child(NOTHING, index=index, top_k=top_k) for index in range(n)]
+            children = [Child(NOTHING, index=index, widths=widths) for index in range(n)]
             requests = [self._request(prompt_ids, children, n=n, seed=seed, max_tokens=max_tokens, **sampling)]
         else:
-            children = [Child(_ended_at(max_tokens, sample), top_k=top_k) for sample in prefix]
+            children = [Child(_ended_at(max_tokens, sample), widths=widths) for sample in prefix]
             requests = [
                 self._request(
                     [*prompt_ids, *child.prefix.token_ids],
@@ -389,7 +389,7 @@ class VLLMEngine:
             versions=sample.versions,
             text=text,
             truncated=sample.truncated,
-            supports=sample.supports,
+            wide=sample.wide,
             non_greedy_tokens=non_greedy_tokens(child.output) if counted else None,
         )
 

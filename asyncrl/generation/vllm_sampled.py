@@ -8,18 +8,19 @@ loop, so they always fit together here.
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from asyncrl.common.version import Version
 from asyncrl.config.rules import filters_without_top_k
 from asyncrl.config.schema import GeneratorSection
-from asyncrl.data.specs import NO_TOKEN
+from asyncrl.data.specs import NO_TOKEN, SUPPORT, TOP_LOGPROBS
 from asyncrl.errors import ConfigError, DataError, InfraError
-from asyncrl.generation.interfaces import PartialCompletion, Supports
+from asyncrl.generation.interfaces import PartialCompletion, WideColumns, concatenated
 
 _ENDS = ("stop", "length")
 """vLLM's finish reasons of a completion that can be trained: at an end or stop string, and at the length limit."""
@@ -30,10 +31,11 @@ class Child:
     """One completion: the prefix with which it began, its request with the child's index in it, and the request's
     output for it when the request has ended. `sampled` is the number of tokens that its request had at the last look. A
     completion that was finished before has no request. `version` is the version of the request's adapter: with an
-    adapter, all tokens of a request have this version, and vLLM's own labels of versions are not used. `top_k` is
-    `generator.top_k` if the request samples with it.
+    adapter, all tokens of a request have this version, and vLLM's own labels of versions are not used. `widths` are
+    those of the run (`Config.widths`), or empty if the request does not sample with them.
 
-    `so_far` and `ended` raise DataError if a token lacks its log-prob or its version, or with `top_k` its support.
+    `so_far` and `ended` raise DataError if a token lacks its log-prob or its version, or with `generator.top_k` its
+    support.
     """
 
     prefix: PartialCompletion
@@ -42,7 +44,7 @@ class Child:
     output: Any = None
     sampled: int = 0
     version: Version | None = None
-    top_k: int | None = None
+    widths: Mapping[str, int] = field(default_factory=dict)
 
     def so_far(self, state: Any) -> PartialCompletion:
         """Returns the completion while its request runs: its prefix, and the rest from the state of the request."""
@@ -63,18 +65,13 @@ class Child:
         each = max(1, len(logprobs.token_ids) // max(1, len(token_ids)))
         if logprobs.token_ids[::each] != list(token_ids):
             raise DataError("vLLM returned log-probs of other tokens than the sampled ones", reason="logprobs")
-        supports = None
-        if self.top_k is not None:
-            supports = supports_of(token_ids, logprobs, top_k=self.top_k)
-            if self.prefix.supports is not None:
-                supports = np.concatenate([self.prefix.supports, supports])
         return PartialCompletion(
             token_ids=[*self.prefix.token_ids, *token_ids],
             logprobs=[*self.prefix.logprobs, *logprobs.logprobs[::each]],
             versions=[*self.prefix.versions, *_versions(starts, len(token_ids), version=self.version)],
             finished=reason in _ENDS,
             truncated=reason == "length",
-            supports=supports,
+            wide=concatenated([self.prefix.wide, wide_columns(token_ids, logprobs, widths=self.widths)]),
         )
 
 
@@ -196,7 +193,8 @@ def non_greedy_tokens(output: Any) -> int:
     return int((logprobs_TK[:, 0] < logprobs_TK[:, 1]).sum())
 
 
-# The support of each token that vLLM samples with `generator.top_k`: the tokens among which it was sampled.
+# The columns with several numbers for each token: the most likely tokens with their log-probs (`generator.logprobs`),
+# and with `generator.top_k` the support, the tokens among which the token was sampled.
 #
 # vLLM masks the logits of all other tokens before it samples. In the mode `processed_logprobs`, its log-probs are those
 # of the masked logits. So the tokens of the support are those with a finite log-prob, and the log-probs of the `top_k`
@@ -205,7 +203,7 @@ def non_greedy_tokens(output: Any) -> int:
 # of the parity probe.
 #
 # If several tokens at the boundary have exactly the same logit, vLLM keeps all of them, and samples among more than
-# `top_k` tokens. The support that is found then lacks tokens. `supports_of` notices it, because the probabilities do
+# `top_k` tokens. The support that is found then lacks tokens. `wide_columns` notices it, because the probabilities do
 # not add up to 1, and raises DataError.
 
 LOST_NATS = 1e-5
@@ -214,43 +212,46 @@ some 1e-6."""
 
 
 def sampling_parameters(generator: GeneratorSection, *, vocabulary: int) -> dict[str, Any]:
-    """Returns the fields of vLLM's `SamplingParams` for sampling with `generator.top_k`; none without it.
+    """Returns the fields of vLLM's `SamplingParams` for `generator.top_k` and `generator.logprobs`; none without them.
     `vocabulary` is the number of tokens of the model, the most log-probs that vLLM can return. Raises ConfigError for
     `top_p` or `min_p` without `top_k`. A run refuses these before it starts, but a loop of the user's own only here."""
     if problems := list(filters_without_top_k(generator)):
         raise ConfigError("\n".join(problems))
+    listed = max(generator.top_k or 0, generator.logprobs or 0)
+    fields: dict[str, Any] = {"logprobs": min(listed, vocabulary)} if listed else {}
     if generator.top_k is None:
-        return {}
-    return {
-        "top_k": generator.top_k,
-        "top_p": generator.top_p,
-        "min_p": generator.min_p,
-        "logprobs": min(generator.top_k, vocabulary),
-    }
+        return fields
+    return {"top_k": generator.top_k, "top_p": generator.top_p, "min_p": generator.min_p, **fields}
 
 
-def supports_of(token_ids: Sequence[int], logprobs: Any, *, top_k: int) -> Supports:
-    """Returns the supports [tokens, top_k] of sampled tokens, −1 beyond them. `logprobs` is vLLM's `FlatLogprobs`. It
-    has for each sampled token its own entry, and then the entries of the most probable tokens, as many for each.
+def wide_columns(token_ids: Sequence[int], logprobs: Any, *, widths: Mapping[str, int]) -> WideColumns:
+    """Returns the columns of `widths` for sampled tokens, each [tokens, its width]. `logprobs` is vLLM's
+    `FlatLogprobs`. It has for each sampled token its own entry, and then those of the most probable tokens, the most
+    probable one first, as many for each. No column has the tokens whose log-prob is −inf, which the filters remove.
 
     Raises DataError if a support is not whole: if it lacks the sampled token, or if its probabilities do not add up
     to 1.
     """
-    tokens = len(token_ids)
-    supports_TK = np.full((tokens, top_k), NO_TOKEN, dtype=np.int32)
-    if not tokens:
-        return supports_TK
-    ids_TK = np.array(logprobs.token_ids, dtype=np.int32).reshape(tokens, -1)[:, 1:]
-    logprobs_TK = np.array(logprobs.logprobs, dtype=np.float64).reshape(tokens, -1)[:, 1:]
+    if not widths:
+        return {}
+    shape = (len(token_ids), -1) if token_ids else (0, 1)
+    ids_TK = np.array(logprobs.token_ids, dtype=np.int32).reshape(shape)[:, 1:]
+    logprobs_TK = np.array(logprobs.logprobs, dtype=np.float32).reshape(shape)[:, 1:]
     inside_TK = np.isfinite(logprobs_TK)
-    supports_TK[:, : ids_TK.shape[1]] = np.where(inside_TK, ids_TK, NO_TOKEN)
-    found_T = (supports_TK == np.array(token_ids, dtype=np.int32)[:, None]).any(axis=1)
-    mass_T = np.where(inside_TK, np.exp(logprobs_TK), 0.0).sum(axis=1)
-    if not (found_T & (mass_T >= math.exp(-LOST_NATS))).all():
-        raise DataError(
-            f"vLLM sampled a token among more than generator.top_k = {top_k} tokens, because several have exactly the "
-            "same logit. The learner would compute other log-probs, so the group is not trained. If this happens "
-            "often, set another generator.top_k",
-            reason="support",
-        )
-    return supports_TK
+    columns: dict[str, npt.NDArray[Any]] = {}
+    for name, width in widths.items():
+        values_TK, fill = (logprobs_TK, 0) if name == TOP_LOGPROBS else (ids_TK, NO_TOKEN)
+        columns[name] = np.full((len(token_ids), width), fill, dtype=values_TK.dtype)
+        listed = columns[name][:, : values_TK.shape[1]]
+        listed[:] = np.where(inside_TK, values_TK, fill)[:, :width]
+    if SUPPORT in widths:
+        found_T = (columns[SUPPORT] == np.array(token_ids, dtype=np.int32)[:, None]).any(axis=1)
+        mass_T = np.exp(logprobs_TK[:, : widths[SUPPORT]], dtype=np.float64).sum(axis=1)
+        if not (found_T & (mass_T >= math.exp(-LOST_NATS))).all():
+            raise DataError(
+                f"vLLM sampled a token among more than generator.top_k = {widths[SUPPORT]} tokens, because several "
+                "have exactly the same logit. The learner would compute other log-probs, so the group is not trained. "
+                "If this happens often, set another generator.top_k",
+                reason="support",
+            )
+    return columns

@@ -1,6 +1,7 @@
 """Log-probs and entropies of next tokens, from a pass of a model that never makes its logits.
 
-Legend: B rows, S tokens, T = S − 1 next tokens, D hidden width, K tokens of a support.
+Legend: B rows, S tokens, T = S − 1 next tokens, D hidden width, K tokens of a support, L most likely tokens of the
+sampler.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
+from asyncrl.algorithms.token_terms import centering_slopes
+from asyncrl.data.specs import SUPPORT, TOP_IDS, TOP_LOGPROBS
 from asyncrl.errors import ConfigError
 from asyncrl.ranks.model_rows import ModelRows
 
@@ -24,16 +27,18 @@ def model_logprobs(
     *,
     temperature: float,
     with_entropy: bool,
+    centered_kernel: tuple[float, float] | None = None,
     chunk_logits: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Returns log-probs [B, T] of the next tokens and, if `with_entropy`, the entropies [B, T] of their distributions,
-    as float32.
+    as float32. With a `centered_kernel` (lo, hi), also returns the centering [B, T] of an objective with this kernel
+    (`Objective.centering`); the rows then need the columns `top_ids` and `top_logprobs`.
 
-    Both are of softmax(logits / temperature), and both are differentiable. The model's own forward runs, including the
+    All are of softmax(logits / temperature), and all are differentiable. The model's own forward runs, including the
     hooks of FSDP. For this one call, its head returns these numbers instead of logits. If the rows are packed, results
     beyond a row's length are 0, and the model's attention must be the one of `asyncrl.ranks.packed`. If they have
-    supports, the softmax of each token is over its support only, and both results are 0 for tokens without a support.
-    For the first token of a branch, both results are 0. At most `chunk_logits` logits exist at a time. Raises
+    supports, the softmax of each token is over its support only, and all results are 0 for tokens without a support.
+    For the first token of a branch, all results are 0. At most `chunk_logits` logits exist at a time. Raises
     ConfigError for a model whose logits are not a plain product with the head.
     """
     head = _plain_head(model)
@@ -45,9 +50,10 @@ def model_logprobs(
             rows.before_targets(hidden).flatten(0, 1),
             head.weight,
             targets_N=rows.targets.flatten(),
-            support_NK=rows.support_NK,
+            support_NK=rows.wide.get(SUPPORT),
             temperature=temperature,
             with_entropy=with_entropy,
+            centered=None if centered_kernel is None else Centered.of(rows, kernel=centered_kernel),
             chunk_logits=chunk_logits,
         )
         stacked = torch.stack([column for column in columns if column is not None], dim=-1)
@@ -61,8 +67,9 @@ def model_logprobs(
             f"model.path: {type(model).__name__} changes its logits after the output head, so log-probs that are "
             f"computed from the head would be wrong; choose a model that does not do this"
         )
-    logprobs_BT, *entropy_BT = rows.at_next_tokens(returned).unbind(-1)
-    return logprobs_BT, entropy_BT[0] if entropy_BT else None
+    logprobs_BT, *others_BT = rows.at_next_tokens(returned).unbind(-1)
+    centering_BT = None if centered_kernel is None else others_BT.pop()
+    return logprobs_BT, others_BT[0] if with_entropy else None, centering_BT
 
 
 @contextmanager
@@ -100,28 +107,57 @@ def head_logprobs(
     support_NK: torch.Tensor | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    centered: "Centered | None" = None,
     chunk_logits: int | None = None,
     bfloat16_products: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns log softmax(hidden · weightᵀ / temperature) at the targets [N], and the entropies [N] if `with_entropy`.
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Returns log softmax(hidden · weightᵀ / temperature) at the targets [N], the entropies [N] if `with_entropy`, and
+    the centering [N] of `centered` if it is given.
 
     Results are float32 (float64 for float64 inputs) and differentiable once in hidden and weight. Gradients have the
     dtypes of the inputs. `chunk_logits` is by default the one of CHUNK_LOGITS for the device. On a CPU, bfloat16 inputs
     are multiplied as such with `bfloat16_products`, by default if the CPU has instructions for them.
 
     With `support_NK`, the softmax is over the support of each token. It has token ids, each once, and negative numbers
-    as padding. Each target must be in its support. Both results are 0 for a token without a support.
+    as padding. Each target must be in its support. All results are 0 for a token without a support.
     """
     chunk_logits = chunk_logits or CHUNK_LOGITS[hidden_ND.device.type]
     products = _has_bfloat16_products() if bfloat16_products is None else bfloat16_products
-    options = (temperature, chunk_logits, with_entropy, products)
+    options = (centered, temperature, chunk_logits, with_entropy, products)
     if support_NK is None:
-        logprobs_N, entropy_N = ChunkedHead.apply(hidden_ND, weight_VD, targets_N, *options)  # type: ignore[no-untyped-call]
+        results = ChunkedHead.apply(hidden_ND, weight_VD, targets_N, *options)  # type: ignore[no-untyped-call]
     else:
-        logprobs_N, entropy_N = SupportHead.apply(  # type: ignore[no-untyped-call]
-            hidden_ND, weight_VD, targets_N, support_NK.long(), *options
+        results = SupportHead.apply(hidden_ND, weight_VD, targets_N, support_NK.long(), *options)  # type: ignore[no-untyped-call]
+    logprobs_N, entropy_N, centering_N = results
+    return logprobs_N, entropy_N, centering_N
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Centered:
+    """The sampler's most likely tokens for N targets, and the kernel of the objective, from which the centering
+    C = Σ_v g_v · log p_v of each target follows (`Objective.centering`). The coefficients g are detached.
+
+    `ids_NL` are −1 beyond the tokens of a list, and `logprobs_NL` are those of the sampler."""
+
+    ids_NL: torch.Tensor
+    logprobs_NL: torch.Tensor
+    kernel: tuple[float, float]
+
+    @classmethod
+    def of(cls, rows: ModelRows, *, kernel: tuple[float, float]) -> "Centered":
+        return cls(ids_NL=rows.wide[TOP_IDS].long(), logprobs_NL=rows.wide[TOP_LOGPROBS], kernel=kernel)
+
+    def slopes(self, log_p_NL: torch.Tensor, *, possible: torch.Tensor | int) -> torch.Tensor:
+        """Returns the coefficients g [N, L], 0 for padding, from the log-probs of the trained policy. `possible` is the
+        number of tokens that the sampler could have sampled."""
+        listed_NL = self.ids_NL >= 0
+        return centering_slopes(
+            log_p=log_p_NL,
+            log_q=self.logprobs_NL,
+            listed=listed_NL,
+            has_rest=listed_NL.sum(dim=1) < possible,
+            kernel=self.kernel,
         )
-    return logprobs_N, entropy_N
 
 
 def _check_positions(hidden_BSD: torch.Tensor, tokens_BS: torch.Tensor, *, model: PreTrainedModel) -> None:
@@ -183,7 +219,7 @@ def _forward_replaced(module: torch.nn.Module, forward: Callable[[torch.Tensor],
 
 
 class SupportHead(torch.autograd.Function):
-    """Output head, log-softmax over the support, and entropy as one autograd function.
+    """Output head, log-softmax over the support, entropy, and centering as one autograd function.
 
     The gradients have the formulas of `ChunkedHead`, with a softmax over the support. They are 0 for all other tokens.
     """
@@ -195,11 +231,12 @@ class SupportHead(torch.autograd.Function):
         weight_VD: torch.Tensor,
         targets_N: torch.Tensor,
         support_NK: torch.Tensor,
+        centered: Centered | None,
         temperature: float,
         chunk_logits: int,
         with_entropy: bool,
         bfloat16_products: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
         logits_NK = hidden_ND.new_zeros(support_NK.shape, dtype=dtype)
         for part, rows_nKD in _rows(weight_VD, support_NK, dtype=dtype, chunk_logits=chunk_logits):
@@ -212,17 +249,28 @@ class SupportHead(torch.autograd.Function):
         is_target_NK = support_NK == targets_N.unsqueeze(1)
         logprobs_N = torch.where(is_target_NK, logp_NK, 0.0).sum(dim=1)
         entropy_N = -torch.where(inside_NK, logp_NK.exp() * logp_NK, 0.0).sum(dim=1) if with_entropy else None
-        ctx.save_for_backward(hidden_ND, weight_VD, support_NK, is_target_NK, logp_NK, entropy_N)
+        centers_NK = centering_N = None
+        if centered is not None:
+            found_NL, column_NL = _columns_of(centered.ids_NL, support_NK)
+            log_p_NL = torch.where(found_NL, logp_NK.gather(1, column_NL), -torch.inf)
+            centers_NL = centered.slopes(log_p_NL, possible=inside_NK.sum(dim=1))
+            # adds, because the entries that were not found have a column too
+            centers_NK = torch.zeros_like(logp_NK).scatter_add_(1, column_NL, torch.where(found_NL, centers_NL, 0.0))
+            centering_N = torch.where(centers_NK != 0, centers_NK * logp_NK, 0.0).sum(dim=1)
+        ctx.save_for_backward(hidden_ND, weight_VD, support_NK, is_target_NK, logp_NK, entropy_N, centers_NK)
         ctx.temperature, ctx.chunk_logits, ctx.bfloat16_products = temperature, chunk_logits, bfloat16_products
         ctx.set_materialize_grads(False)
-        return logprobs_N, entropy_N
+        return logprobs_N, entropy_N, centering_N
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
+        ctx: Any,
+        grad_logprobs_N: torch.Tensor | None,
+        grad_entropy_N: torch.Tensor | None,
+        grad_centering_N: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden_ND, weight_VD, support_NK, is_target_NK, logp_NK, entropy_N = ctx.saved_tensors
+        hidden_ND, weight_VD, support_NK, is_target_NK, logp_NK, entropy_N, centers_NK = ctx.saved_tensors
         inside_NK, probs_NK = support_NK >= 0, logp_NK.exp()
         # −∂L/∂z · τ with the loss L, the logits z and the temperature τ; it is 0 outside the support
         slope_NK = torch.zeros_like(logp_NK)
@@ -230,6 +278,9 @@ class SupportHead(torch.autograd.Function):
             slope_NK += grad_logprobs_N.unsqueeze(1) * (probs_NK - is_target_NK.to(probs_NK.dtype))
         if grad_entropy_N is not None:
             slope_NK += grad_entropy_N.unsqueeze(1) * probs_NK * (logp_NK + entropy_N.unsqueeze(1))
+        if grad_centering_N is not None:
+            of_softmax_NK = centers_NK.sum(dim=1, keepdim=True) * probs_NK
+            slope_NK += grad_centering_N.unsqueeze(1) * (of_softmax_NK - centers_NK)
         slope_NK = torch.where(inside_NK, slope_NK, 0.0)
         grad_hidden_ND = grad_weight_VD = None
         if ctx.needs_input_grad[0]:
@@ -251,7 +302,16 @@ class SupportHead(torch.autograd.Function):
                 is_here_NK, column_NK = located(support_NK, rows)
                 slope_NC.zero_().scatter_add_(1, column_NK, torch.where(is_here_NK, slope_NK, 0.0))
                 chunks.add_gradients(rows, slope_NC, grad_hidden_ND=None, grad_weight_VD=grad_weight_VD)
-        return grad_hidden_ND, grad_weight_VD, None, None, None, None, None, None
+        return grad_hidden_ND, grad_weight_VD, None, None, None, None, None, None, None
+
+
+def _columns_of(ids_NL: torch.Tensor, support_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (which ids are in the support of their token, the column of each in the support). The column of an id
+    that is not in it is valid, without a meaning. The memory is that of the supports, not of N · L · K comparisons."""
+    sorted_NK, order_NK = support_NK.sort(dim=1)
+    place_NL = torch.searchsorted(sorted_NK, ids_NL.contiguous()).clamp(max=support_NK.shape[1] - 1)
+    found_NL = (ids_NL >= 0) & (sorted_NK.gather(1, place_NL) == ids_NL)
+    return found_NL, order_NK.gather(1, place_NL)
 
 
 def _rows(
@@ -278,7 +338,8 @@ def _rows(
 # - Values and gradients equal those of log-softmax over full float32 logits, up to rounding.
 # - The buffers of a chunk have together at most the bytes of `chunk_logits` float32 numbers, in forward and in
 #   backward.
-# - Between forward and backward, only the inputs and two numbers for each token are kept.
+# - Between forward and backward, only the inputs and two numbers for each token are kept. With centering, one more for
+#   each of the sampler's most likely tokens.
 # - Products have float32 accumulators. On a GPU the operands keep their own precision, and the product's `out_dtype` is
 #   float32. PyTorch has no such product on a CPU. There, operands are cast to float32, one chunk of the weight at a
 #   time, unless the CPU has instructions for bfloat16.
@@ -299,12 +360,12 @@ _MIN_CHUNK_ROWS = 64
 
 
 class ChunkedHead(torch.autograd.Function):
-    """Output head, log-softmax and entropy as one autograd function.
+    """Output head, log-softmax, entropy and centering as one autograd function.
 
-    Let z be the logits divided by the temperature, p their softmax, H its entropy, and t the target. The gradients
-    are
+    Let z be the logits divided by the temperature, p their softmax, H its entropy, t the target, and
+    C = Σ_v g_v · log p_v the centering with the detached coefficients g. The gradients are
 
-    ∂ log p_t / ∂z = 1_t − p,  ∂H / ∂z = −p · (log p + H)
+    ∂ log p_t / ∂z = 1_t − p,  ∂H / ∂z = −p · (log p + H),  ∂C / ∂z = g − (Σ_v g_v) · p
     """
 
     @staticmethod
@@ -313,11 +374,12 @@ class ChunkedHead(torch.autograd.Function):
         hidden_ND: torch.Tensor,
         weight_VD: torch.Tensor,
         targets_N: torch.Tensor,
+        centered: Centered | None,
         temperature: float,
         chunk_logits: int,
         with_entropy: bool,
         bfloat16_products: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         chunks = Chunks.of(
             hidden_ND,
             weight_VD,
@@ -329,11 +391,16 @@ class ChunkedHead(torch.autograd.Function):
         # log-probs and entropies do not change if the same number is subtracted from all logits of a token
         base_N = chunks.coarse_logits(targets_N) if chunks.rounds else None
         chosen_N = hidden_ND.new_zeros(targets_N.shape, dtype=chunks.dtype)
+        # the logits of the sampler's most likely tokens
+        listed_NL = chosen_N.new_zeros(0 if centered is None else centered.ids_NL.shape)
         normalizers: list[torch.Tensor] = []
         entropies: list[torch.Tensor] = []
         for rows, logits_NC in chunks.logits(base_N):
             inside_N, column_N = located(targets_N, rows)
             chosen_N = torch.where(inside_N, logits_NC.gather(1, column_N.unsqueeze(1)).squeeze(1), chosen_N)
+            if centered is not None:
+                here_NL, columns_NL = located(centered.ids_NL, rows)
+                listed_NL = torch.where(here_NL, logits_NC.gather(1, columns_NL), listed_NL)
             peak_N1 = logits_NC.amax(dim=1, keepdim=True)
             logits_NC.sub_(peak_N1)
             odds_NC = torch.exp(logits_NC, out=logits_NC if chunks.spare is None else shaped(chunks.spare, logits_NC))
@@ -348,18 +415,26 @@ class ChunkedHead(torch.autograd.Function):
             # the entropy over chunks plus the entropy within a chunk: all terms are at least 0, so nothing cancels
             log_share_KN = normalizers_KN - normalizer_N
             entropy_N = (log_share_KN.exp() * (torch.stack(entropies) - log_share_KN)).sum(dim=0)
+        ids_NL = centers_NL = centering_N = None
+        if centered is not None:
+            ids_NL, log_p_NL = centered.ids_NL, listed_NL - normalizer_N.unsqueeze(1)
+            centers_NL = centered.slopes(log_p_NL, possible=len(weight_VD))
+            centering_N = (centers_NL * log_p_NL).sum(dim=1)
         saved_N = normalizer_N if base_N is None else normalizer_N + base_N
-        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, saved_N, entropy_N)
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, saved_N, entropy_N, ids_NL, centers_NL)
         ctx.temperature, ctx.chunk_logits, ctx.bfloat16_products = temperature, chunk_logits, bfloat16_products
         ctx.set_materialize_grads(False)
-        return chosen_N - normalizer_N, entropy_N
+        return chosen_N - normalizer_N, entropy_N, centering_N
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
+        ctx: Any,
+        grad_logprobs_N: torch.Tensor | None,
+        grad_entropy_N: torch.Tensor | None,
+        grad_centering_N: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden_ND, weight_VD, targets_N, normalizer_N, entropy_N = ctx.saved_tensors
+        hidden_ND, weight_VD, targets_N, normalizer_N, entropy_N, ids_NL, centers_NL = ctx.saved_tensors
         # if the entropy is only reported, its gradient arrives as zeros, because both results share one stacked tensor
         if grad_entropy_N is not None and not bool(grad_entropy_N.any()):
             grad_entropy_N = None
@@ -372,21 +447,28 @@ class ChunkedHead(torch.autograd.Function):
             bfloat16_products=ctx.bfloat16_products,
         )
         grad_N = torch.zeros_like(normalizer_N) if grad_logprobs_N is None else grad_logprobs_N
+        of_softmax_N = grad_N  # the derivative of the loss by the log of the softmax's denominator, negated
+        if grad_centering_N is not None:
+            centers_NL = centers_NL * grad_centering_N.unsqueeze(1)
+            of_softmax_N = grad_N + centers_NL.sum(dim=1)
         grad_hidden_ND = torch.zeros_like(hidden_ND, dtype=chunks.dtype) if ctx.needs_input_grad[0] else None
         grad_weight_VD = torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
         for rows, logp_NC in chunks.logits(normalizer_N):
             if chunks.spare is None or grad_entropy_N is None:
-                slope_NC = logp_NC.exp_().mul_(grad_N.unsqueeze(1))
+                slope_NC = logp_NC.exp_().mul_(of_softmax_N.unsqueeze(1))
             else:
                 probs_NC = torch.exp(logp_NC, out=shaped(chunks.spare, logp_NC))
                 slope_NC = logp_NC.add_(entropy_N.unsqueeze(1)).mul_(grad_entropy_N.unsqueeze(1))
-                slope_NC.add_(grad_N.unsqueeze(1)).mul_(probs_NC)
+                slope_NC.add_(of_softmax_N.unsqueeze(1)).mul_(probs_NC)
             inside_N, column_N = located(targets_N, rows)
             slope_NC.scatter_add_(1, column_N.unsqueeze(1), torch.where(inside_N, -grad_N, 0.0).unsqueeze(1))
+            if grad_centering_N is not None:
+                here_NL, columns_NL = located(ids_NL, rows)
+                slope_NC.scatter_add_(1, columns_NL, torch.where(here_NL, -centers_NL, 0.0))
             # slope is −∂L/∂z; the products below contain the sign
             chunks.add_gradients(rows, slope_NC, grad_hidden_ND=grad_hidden_ND, grad_weight_VD=grad_weight_VD)
         grad_hidden = None if grad_hidden_ND is None else grad_hidden_ND.to(hidden_ND.dtype)
-        return grad_hidden, grad_weight_VD, None, None, None, None, None
+        return grad_hidden, grad_weight_VD, None, None, None, None, None, None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,9 @@ from asyncrl.algorithms.diagnostics import MetricSums, off_policy_sums
 from asyncrl.algorithms.interfaces import LossFunction, LossInputType, input_type_of, of_outputs
 from asyncrl.algorithms.kernel import kernel_sums
 from asyncrl.algorithms.loss import ObjectiveLoss, entropy, gather_logprobs
+from asyncrl.algorithms.objective import centered_kernel
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import NO_VERSION, SUPPORT, trained_mask
+from asyncrl.data.specs import NO_VERSION, SUPPORT, TOP_IDS, trained_mask
 from asyncrl.errors import CallRefused
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.ranks.loss_pass import (
@@ -136,19 +137,27 @@ class _Outputs:
 def _outputs(
     data: BatchedDataDict, *, model: PreTrainedModel, loss_fn: LossFunction, temperature: float, packed: bool
 ) -> _Outputs:
-    rows = ModelRows.of(data, packed=packed, with_supports=True)
+    rows = ModelRows.of(data, packed=packed, with_wide=True)
     # for an objective, the chunked head computes entropies; other losses that need entropies get logits
     if not isinstance(loss_fn, ObjectiveLoss) and input_type_of(loss_fn) != LossInputType.LOGPROB:
-        assert rows.support_NK is None, "refused by check_supports"
+        assert SUPPORT not in rows.wide, "refused by check_supports"
         logits_BSV = _logits(model, rows, temperature=temperature)
         return _Outputs(
             columns={"next_token_logits": logits_BSV},
             logprobs_BT=gather_logprobs(logits_BSV, input_ids_BS=data["input_ids"]),
             entropy_BT=entropy(logits_BSV.detach()),
         )
-    logprobs_BT, entropy_BT = model_logprobs(model, rows, temperature=temperature, with_entropy=True)
+    kernel = None
+    if isinstance(loss_fn, ObjectiveLoss) and loss_fn.needs_centering:
+        # without a trained token, the rows may lack the columns, and no loss is computed
+        kernel = centered_kernel(loss_fn.objective) if TOP_IDS in rows.wide else None
+    logprobs_BT, entropy_BT, centering_BT = model_logprobs(
+        model, rows, temperature=temperature, with_entropy=True, centered_kernel=kernel
+    )
     assert entropy_BT is not None
     columns = {"next_token_logprobs": logprobs_BT}
+    if centering_BT is not None:
+        columns["next_token_centering"] = centering_BT
     if isinstance(loss_fn, ObjectiveLoss) and loss_fn.needs_entropy:
         columns["next_token_entropies"] = entropy_BT
     return _Outputs(columns=columns, logprobs_BT=logprobs_BT, entropy_BT=entropy_BT)
@@ -223,7 +232,8 @@ def _push(
     that the clip and the gates remove."""
     leaf_BT = logprobs_BT.detach().requires_grad_()
     with torch.enable_grad():
-        # the push contains no entropy term, so any entropies will do
-        terms = objective.terms(data, logprobs_BT=leaf_BT, entropy_BT=torch.zeros_like(leaf_BT))
+        # the push contains no entropy term, and the centering does not depend on the sampled token's log-prob
+        none_BT = torch.zeros_like(leaf_BT)
+        terms = objective.terms(data, logprobs_BT=leaf_BT, entropy_BT=none_BT, centering_BT=none_BT)
         [slopes_BT] = slopes_of(terms.push_BT.sum(), leaf_BT)
     return slopes_BT, {"clipped": terms.clipped_BT, "gated": terms.gated_BT}

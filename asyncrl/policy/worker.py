@@ -251,7 +251,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         of_sampler = temperature is None
 
         def score(part: BatchedDataDict) -> torch.Tensor:
-            rows = ModelRows.of(part, packed=self._packed, with_supports=of_sampler)
+            rows = ModelRows.of(part, packed=self._packed, with_wide=of_sampler)
             of_rows = self.config.generator.temperature if temperature is None else temperature
             return _token_logprobs(model, rows, temperature=of_rows)
 
@@ -418,5 +418,5 @@ class PolicyWorker(RankWorker[LossFunction]):
 def _token_logprobs(model: torch.nn.Module, rows: ModelRows, *, temperature: float = 1.0) -> torch.Tensor:
     """Returns log-probs [B, S] of the tokens of `rows`; entry 0 is 0."""
     live = cast(PreTrainedModel, model)
-    logprobs_BT, _ = model_logprobs(live, rows, temperature=temperature, with_entropy=False)
+    logprobs_BT, _, _ = model_logprobs(live, rows, temperature=temperature, with_entropy=False)
     return aligned(logprobs_BT)

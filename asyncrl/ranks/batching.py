@@ -11,9 +11,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from asyncrl.algorithms.loss import SOURCE_COLUMNS
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import NO_VERSION, SUPPORT, trained_mask
+from asyncrl.data.specs import NO_VERSION, trained_mask
 from asyncrl.errors import StalenessViolation
-from asyncrl.ranks.model_rows import MIN_WIDTH, branches_as_rows
+from asyncrl.ranks.model_rows import MIN_WIDTH, branches_as_rows, wide_columns
 from asyncrl.ranks.prefixes import shared_prefixes
 
 _NUMBERS = (*SOURCE_COLUMNS.values(), "advantages")
@@ -88,7 +88,7 @@ def tokens_passed(parts: Sequence[BatchedDataDict], *, packed: bool) -> tuple[in
     real = sum(int(part["input_lengths"].sum()) for part in parts)
     if not packed:
         return real, sum(part["input_ids"].numel() for part in parts)
-    shared = (shared_prefixes(part["input_ids"], part["input_lengths"], part.get(SUPPORT)) for part in parts)
+    shared = (shared_prefixes(part["input_ids"], part["input_lengths"], wide_columns(part)) for part in parts)
     return real, real - sum(sum(prefixes.tokens) for prefixes in shared)
 
 

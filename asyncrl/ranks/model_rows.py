@@ -4,17 +4,19 @@ A row is one sequence, or several if an agent's episode has branches (`Branches`
 sequences as one, without padding (`asyncrl.ranks.packed`). Otherwise padding is on the right, where causal attention
 does not look, so no attention mask is needed.
 
-Legend: B rows, S tokens, T = S − 1 next tokens, R sequences, L tokens of the longest one, D hidden width, K tokens of a
-support, C columns of results.
+Legend: B rows, S tokens, T = S − 1 next tokens, R sequences, L tokens of the longest one, D hidden width, N targets, K
+numbers of a token in one of `WIDE_FIELDS`, C columns of results.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import BRANCH, NO_BRANCH, NO_TOKEN, SUPPORT
+from asyncrl.data.specs import BRANCH, NO_BRANCH, WIDE_FIELDS
+from asyncrl.data_plane.codec import PAD_VALUES
 from asyncrl.ranks.packed import PackedRows
 
 # Rows of several branches: the sequences that a model sees, and its results as columns of the rows.
@@ -26,7 +28,7 @@ from asyncrl.ranks.packed import PackedRows
 # (`asyncrl.ranks.prefixes`).
 #
 # Legend: B rows, S tokens of the longest row, T = S − 1, R branches of all rows, L tokens of the longest branch, M
-# tokens of all rows, K tokens of a support.
+# tokens of all rows, K numbers of a token.
 
 MIN_WIDTH = 2
 """Width of the narrowest batch, in tokens: one token to predict from, and one token to predict."""
@@ -34,9 +36,9 @@ MIN_WIDTH = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branches:
-    """The branches of rows. `rows` has them as rows: `input_ids` [R, L], `input_lengths` [R], and supports [R, L, K] if
-    the batch has them. Token m of the batch, without padding, is token `places_M[m]` of the branch `branches_M[m]`;
-    `inside_BS` marks these tokens."""
+    """The branches of rows. `rows` has them as rows: `input_ids` [R, L], `input_lengths` [R], and the columns
+    `WIDE_FIELDS` [R, L, K] that the batch has. Token m of the batch, without padding, is token `places_M[m]` of the
+    branch `branches_M[m]`; `inside_BS` marks these tokens."""
 
     rows: BatchedDataDict
     inside_BS: torch.Tensor
@@ -63,10 +65,9 @@ class Branches:
         input_ids_RL = batch["input_ids"].new_zeros(shape)
         input_ids_RL[branches_M, places_M] = batch["input_ids"][inside_BS]
         rows = BatchedDataDict(input_ids=input_ids_RL, input_lengths=lengths_R)
-        if SUPPORT in batch:
-            support_RLK = batch[SUPPORT].new_full((*shape, batch[SUPPORT].shape[2]), NO_TOKEN)
-            support_RLK[branches_M, places_M] = batch[SUPPORT][inside_BS]
-            rows[SUPPORT] = support_RLK
+        for name, column_BSK in wide_columns(batch).items():
+            rows[name] = column_BSK.new_full((*shape, column_BSK.shape[2]), PAD_VALUES.get(name, 0))
+            rows[name][branches_M, places_M] = column_BSK[inside_BS]
         return cls(rows=rows, inside_BS=inside_BS, branches_M=branches_M, places_M=places_M)
 
     def at_tokens(self, values_RL: torch.Tensor) -> torch.Tensor:
@@ -77,9 +78,14 @@ class Branches:
         return values_BS
 
 
+def wide_columns(batch: BatchedDataDict) -> dict[str, torch.Tensor]:
+    """Returns the columns `WIDE_FIELDS` that a batch has, by name."""
+    return {name: batch[name] for name in WIDE_FIELDS if name in batch}
+
+
 def branches_as_rows(batch: BatchedDataDict) -> tuple[BatchedDataDict, Branches | None]:
-    """Returns the sequences that the model sees for a batch, with their lengths, and their supports if the rows have
-    them. If the rows have branches, also returns these."""
+    """Returns the sequences that the model sees for a batch, with their lengths, and the columns `WIDE_FIELDS` that the
+    rows have. If the rows have branches, also returns these."""
     if BRANCH not in batch:
         return batch, None
     branches = Branches.of(batch)
@@ -90,33 +96,33 @@ def branches_as_rows(batch: BatchedDataDict) -> tuple[BatchedDataDict, Branches 
 class ModelRows:
     """Rows for one pass. `inputs` are the keyword arguments of the model's forward. `targets` are the tokens that it
     predicts: [R, L − 1], or packed [1, tokens] with the first token of each sequence, whose result has no meaning.
-    `support_NK` has the support of each target if the rows have supports."""
+    `wide` has the columns `WIDE_FIELDS` of the targets, [N, K], that the rows have."""
 
     inputs: dict[str, Any]
     targets: torch.Tensor
-    support_NK: torch.Tensor | None
+    wide: Mapping[str, torch.Tensor]
     packed: PackedRows | None
     branches: Branches | None
 
     @classmethod
-    def of(cls, data: BatchedDataDict, *, packed: bool, with_supports: bool = False) -> "ModelRows":
+    def of(cls, data: BatchedDataDict, *, packed: bool, with_wide: bool = False) -> "ModelRows":
         """Makes the rows for a pass from the columns `input_ids`, if packed `input_lengths`, and the branches if the
-        rows have them; with `with_supports` also from the supports if the rows have them."""
+        rows have them; with `with_wide` also from the columns `WIDE_FIELDS` that the rows have."""
         sequences, branches = branches_as_rows(data)
-        input_ids_RL, support_RLK = sequences["input_ids"], sequences.get(SUPPORT) if with_supports else None
+        input_ids_RL, wide = sequences["input_ids"], wide_columns(sequences) if with_wide else {}
         if not packed:
             return cls(
                 inputs={"input_ids": input_ids_RL},
                 targets=input_ids_RL[:, 1:],
-                support_NK=None if support_RLK is None else support_RLK[:, 1:].flatten(0, 1),
+                wide={name: column_RLK[:, 1:].flatten(0, 1) for name, column_RLK in wide.items()},
                 packed=None,
                 branches=branches,
             )
-        one = PackedRows.of(input_ids_RL, lengths_B=sequences["input_lengths"], support_BSC=support_RLK)
+        one = PackedRows.of(input_ids_RL, lengths_B=sequences["input_lengths"], wide=wide)
         return cls(
             inputs=one.model_inputs(),
             targets=one.input_ids_1N,
-            support_NK=one.support_NC,
+            wide=one.wide,
             packed=one,
             branches=branches,
         )

@@ -14,12 +14,13 @@ plain causal attention over rows that are padded on the right.
 
 Legend: B rows, R rows with own tokens, A rows of one shape, S tokens, T = S − 1, P shared tokens of a row, Q = S − P
 own tokens of a row, N tokens of the sequence, M tokens of all rows, H heads, K heads of keys, D head width, C columns
-(of results, or of supports).
+of results.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -70,8 +71,7 @@ class PackedRows:
     """The rows as one sequence of N tokens. First tokens that several rows share are in the sequence once, and rows of
     one shape are neighbours. Token s of row b is at position `places_BS[b, s]` of the sequence. Beyond the row's end,
     the entry is a valid position without a meaning. `before_N` has the position of the token before each token; for the
-    first token of a row, 0. `support_NC` has the support of each token, if the rows have supports: the tokens among
-    which it was sampled."""
+    first token of a row, 0. `wide` has the columns `WIDE_FIELDS` of the rows, [N, numbers of a token]."""
 
     input_ids_1N: torch.Tensor
     position_ids_1N: torch.Tensor
@@ -79,17 +79,21 @@ class PackedRows:
     places_BS: torch.Tensor
     lengths_B: torch.Tensor
     segments: Segments
-    support_NC: torch.Tensor | None = None
+    wide: Mapping[str, torch.Tensor]
 
     @classmethod
     def of(
-        cls, input_ids_BS: torch.Tensor, *, lengths_B: torch.Tensor, support_BSC: torch.Tensor | None = None
+        cls,
+        input_ids_BS: torch.Tensor,
+        *,
+        lengths_B: torch.Tensor,
+        wide: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> "PackedRows":
-        """Packs the first `lengths_B` tokens of every row, with their supports. An empty row is packed as one padding
-        token."""
+        """Packs the first `lengths_B` tokens of every row, with their entries in the columns `wide`. An empty row is
+        packed as one padding token."""
         device = input_ids_BS.device
         lengths_B = lengths_B.to(device).clamp(min=1)
-        prefixes = shared_prefixes(input_ids_BS, lengths_B, support_BSC)
+        prefixes = shared_prefixes(input_ids_BS, lengths_B, wide)
         shapes = [(shared, length - shared) for length, shared in zip(lengths_B.tolist(), prefixes.tokens, strict=True)]
         # rows of one shape are neighbours in the sequence, so that the attention takes them together
         order = sorted((row for row, (_, own) in enumerate(shapes) if own > 0), key=shapes.__getitem__)
@@ -116,7 +120,7 @@ class PackedRows:
             segments=_segments(
                 [shapes[row] for row in order], places_M=places_BS[order_R][inside_BS[order_R]], device=device
             ),
-            support_NC=None if support_BSC is None else support_BSC[order_R][own_BS],
+            wide={name: column_BSK[order_R][own_BS] for name, column_BSK in wide.items()},
         )
 
     def model_inputs(self) -> dict[str, Any]:

@@ -4,15 +4,17 @@ Causal attention gives equal hidden states to equal tokens at equal positions. S
 share, and no hint about groups is needed. Rows share with their neighbours only: a run is a number of consecutive rows,
 and its first row, the leader, computes the prefix for all of them.
 
-Tokens that were sampled with `generator.top_k` must also have the same support to be shared, because their log-probs
-depend on it: weights of different versions may have sampled them.
+Tokens must also have the same support (`generator.top_k`) and the same most likely tokens (`generator.logprobs`) to be
+shared, because the results for a token depend on them: weights of different versions may have sampled them.
 
 Invariants: a leader shares nothing with an earlier row, and no row shares more tokens than it has.
 
-Legend: B rows, S tokens, K tokens of a support.
+Legend: B rows, S tokens.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -33,12 +35,13 @@ class SharedPrefixes:
 
 
 def shared_prefixes(
-    input_ids_BS: torch.Tensor, lengths_B: torch.Tensor, support_BSK: torch.Tensor | None = None
+    input_ids_BS: torch.Tensor, lengths_B: torch.Tensor, wide: Mapping[str, torch.Tensor] = MappingProxyType({})
 ) -> SharedPrefixes:
     """Cuts the rows into runs of neighbours that share their first tokens, so that sharing saves as many tokens as
     possible. A row that would share less than an eighth of its tokens computes all of them.
 
-    `lengths_B` has the number of tokens of each row; later tokens are padding. Waits for the device: it needs two
+    `lengths_B` has the number of tokens of each row; later tokens are padding. `wide` has the columns `WIDE_FIELDS` of
+    the rows. Waits for the device: it needs two
     numbers of each row on the host.
 
     >>> rows = torch.tensor([[5, 6, 7, 1], [5, 6, 7, 2], [5, 9, 9, 9]])
@@ -48,8 +51,8 @@ def shared_prefixes(
     shorter_B = torch.minimum(lengths_B[1:], lengths_B[:-1])
     inside_BS = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device) < shorter_B.unsqueeze(1)
     equal_BS = inside_BS & (input_ids_BS[1:] == input_ids_BS[:-1])
-    if support_BSK is not None:
-        equal_BS &= (support_BSK[1:] == support_BSK[:-1]).all(dim=-1)
+    for column_BSK in wide.values():
+        equal_BS &= (column_BSK[1:] == column_BSK[:-1]).all(dim=-1)
     found = _best_runs(equal_BS.cumprod(1).sum(1).tolist())
     for row, length in enumerate(lengths_B.tolist()):
         if found.tokens[row] < _SMALLEST_SHARE * length:

@@ -1,21 +1,21 @@
 """Checks a rank's rows before any pass. All ranks refuse wrong rows together, instead of failing inside the model.
 
-Legend: B rows, S tokens, K tokens of a support.
+Legend: B rows, S tokens, K numbers of a token in one of `WIDE_FIELDS`.
 """
 
 import torch
 
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import BRANCH, NO_BRANCH, NO_TOKEN, SUPPORT
+from asyncrl.data.specs import BRANCH, NO_BRANCH, NO_TOKEN, SUPPORT, TOP_IDS, TOP_LOGPROBS, WIDE_FIELDS
 from asyncrl.errors import CallRefused
 
-_INTEGERS = ("input_ids", "input_lengths", "weight_versions", "group_ids", BRANCH, SUPPORT)
+_INTEGERS = ("input_ids", "input_lengths", "weight_versions", "group_ids", BRANCH, SUPPORT, TOP_IDS)
 _SHAPES = {
     **dict.fromkeys(("input_lengths", "sample_mask", "rewards", "group_ids"), ("[B]",)),
     **dict.fromkeys(("input_ids", "weight_versions", "staleness", "token_mask", "values", "returns"), ("[B, S]",)),
     **dict.fromkeys(("generation_logprobs", "prev_logprobs", "reference_policy_logprobs"), ("[B, S]",)),
     BRANCH: ("[B, S]",),
-    SUPPORT: ("[B, S, K]",),
+    **dict.fromkeys(WIDE_FIELDS, ("[B, S, K]",)),
     "advantages": ("[B]", "[B, S]"),
 }
 """The possible shapes of each column that the ranks themselves read."""
@@ -39,8 +39,8 @@ def check_rows(batch: BatchedDataDict, *, vocabulary: int) -> None:
     rows, width = column_BS.shape
     for name in (name for name in _SHAPES if name in batch):
         column = _tensor(batch, name)
-        supported = max([1, *column.shape[2:]])  # the K of [B, S, K]
-        shapes = {"[B]": (rows,), "[B, S]": (rows, width), "[B, S, K]": (rows, width, supported)}
+        numbers = max([1, *column.shape[2:]])  # the K of [B, S, K]
+        shapes = {"[B]": (rows,), "[B, S]": (rows, width), "[B, S, K]": (rows, width, numbers)}
         if tuple(column.shape) not in {shapes[shape] for shape in _SHAPES[name]}:
             raise CallRefused(
                 f"{name} has shape {list(column.shape)}; it must be {' or '.join(_SHAPES[name])}, and {first} has "
@@ -73,14 +73,24 @@ def check_rows(batch: BatchedDataDict, *, vocabulary: int) -> None:
             )
     if SUPPORT in batch and "input_ids" in batch:
         _check_supports(batch, vocabulary=vocabulary)
+    if TOP_IDS in batch:
+        _check_range(TOP_IDS, batch[TOP_IDS], NO_TOKEN, vocabulary - 1, why=_why_ids(vocabulary))
+    if {TOP_IDS, TOP_LOGPROBS} <= set(batch) and batch[TOP_IDS].shape != batch[TOP_LOGPROBS].shape:
+        raise CallRefused(
+            f"{TOP_IDS} has shape {list(batch[TOP_IDS].shape)} and {TOP_LOGPROBS} has {list(batch[TOP_LOGPROBS].shape)}"
+            "; they must have a log-prob for each id"
+        )
+
+
+def _why_ids(vocabulary: int) -> str:
+    return f"{NO_TOKEN} is padding, and the model's vocabulary has {vocabulary} tokens"
 
 
 def _check_supports(batch: BatchedDataDict, *, vocabulary: int) -> None:
     """Raises CallRefused unless the supports are token ids, or NO_TOKEN, and contain the tokens that were sampled,
     which `token_mask` marks if the rows have it."""
     ids_BS, support_BSK = batch["input_ids"], batch[SUPPORT]
-    why = f"{NO_TOKEN} is padding, and the model's vocabulary has {vocabulary} tokens"
-    _check_range(SUPPORT, support_BSK, NO_TOKEN, vocabulary - 1, why=why)
+    _check_range(SUPPORT, support_BSK, NO_TOKEN, vocabulary - 1, why=_why_ids(vocabulary))
     if "token_mask" not in batch:
         return
     missing_BS = (batch["token_mask"] > 0) & ~(support_BSK == ids_BS.unsqueeze(-1)).any(dim=-1)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.config.schema import Config, LearnerSection, OptimizerSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import SUPPORT, trained_mask
+from asyncrl.data.specs import SUPPORT, TOP_IDS, TOP_LOGPROBS, trained_mask
 from asyncrl.errors import WitnessFailed
 from asyncrl.ranks.accelerator import compute_dtype
 from asyncrl.ranks.batching import empty_micro_batch
@@ -43,7 +43,7 @@ from asyncrl.witness.judge import (
     steps_finding,
     worst,
 )
-from asyncrl.witness.objective import Axes, Sample
+from asyncrl.witness.objective import Axes, Derivatives, Sample
 from asyncrl.witness.optimizer import Element, difference, rate_of_step, stepped
 from asyncrl.witness.plain_pass import plain_attention, plain_pass
 
@@ -57,7 +57,8 @@ class Watched:
     within the drawn group.
 
     Lists have one entry for each trained token. `places` are the tokens' places among the next tokens of their row.
-    `by_logprob` and `by_entropy` are the derivatives of the loss by the tokens' log-probs and entropies. `tokens` is
+    `slopes` are the derivatives of the loss by the tokens' log-probs, entropies and centering, by the names of the
+    fields of `Derivatives`; a name is missing if the loss does not read the output. `tokens` is
     the weighted number of trained tokens of all rows that had a backward pass. `inside` is the largest derivative of
     the loss by a trained token, and `outside` the largest by a masked token. `own` is None unless the loss is the
     user's own. The backward pass multiplies the loss by `world_size`, so the derivatives are divided by it. `step` is
@@ -72,8 +73,11 @@ class Watched:
     outside: float = 0.0
     samples: dict[int, Sample] = field(default_factory=dict)
     places: dict[int, list[int]] = field(default_factory=dict)
-    by_logprob: dict[int, list[float]] = field(default_factory=dict)
-    by_entropy: dict[int, list[float]] = field(default_factory=dict)
+    slopes: dict[str, dict[int, list[float]]] = field(default_factory=dict)
+
+    @property
+    def by_logprob(self) -> dict[int, list[float]]:
+        return self.slopes.get("logprobs", {})
 
     def watch(self, data: BatchedDataDict, outputs: Mapping[str, torch.Tensor]) -> None:
         """Notes the columns of the drawn rows of a micro-batch, and with hooks the derivatives that the backward pass
@@ -89,9 +93,9 @@ class Watched:
                 logprobs_BT = outputs["next_token_logprobs"]
                 self.samples[number] = _sample(data, logprobs_BT, row=row, mask_T=mask_BT[row], step=self.step)
                 self.places[number] = mask_BT[row].nonzero().flatten().tolist()
-                self._note(outputs["next_token_logprobs"], self.by_logprob, number, row, mask_BT[row])
-                if "next_token_entropies" in outputs:
-                    self._note(outputs["next_token_entropies"], self.by_entropy, number, row, mask_BT[row])
+                for name in Derivatives._fields:
+                    if (output := outputs.get(f"next_token_{name}")) is not None:
+                        self._note(output, self.slopes.setdefault(name, {}), number, row, mask_BT[row])
 
     def _count(self, output: torch.Tensor, tokens: float, mask_BT: torch.Tensor) -> None:
         def count(gradient: torch.Tensor) -> None:
@@ -150,17 +154,19 @@ class PlainSequence:
     """A sequence as a model sees it: a row, or a branch of a row. `number` is the row's index within the
     drawn group, which the witness computes again.
 
-    Two lists have one entry for each token but the first. `supports` has the ids of the tokens among which it was
-    sampled, if the rows have supports. `row_places` has its index in the row, minus 1.
+    Lists have one entry for each token but the first. `supports` has the ids of the tokens among which it was sampled,
+    if the rows have supports. `tops` has the ids and log-probs of the sampler's most likely tokens, if the rows have
+    them. `row_places` has its index in the row, minus 1.
     """
 
     number: int
     tokens: list[int]
     supports: list[list[int]] | None
+    tops: list[dict[int, float]]
     row_places: list[int]
 
 
-NO_SEQUENCE = PlainSequence(number=-1, tokens=[0, 0], supports=None, row_places=[-1])
+NO_SEQUENCE = PlainSequence(number=-1, tokens=[0, 0], supports=None, tops=[], row_places=[-1])
 """A sequence without a trained token, for a rank that has fewer sequences than another one."""
 
 
@@ -182,16 +188,26 @@ def plain_sequences(rows: BatchedDataDict) -> Iterator[PlainSequence]:
                 number=number,
                 tokens=sequences["input_ids"][branch, :length].tolist(),
                 supports=supports,
+                tops=listed_tops({name: column[branch] for name, column in sequences.items()}, slice(1, length)),
                 row_places=places,
             )
 
 
+def listed_tops(row: Mapping[str, torch.Tensor], places: slice) -> list[dict[int, float]]:
+    """Returns the ids and log-probs of the sampler's most likely tokens of a row's tokens at these places; an empty
+    list if the row does not have the columns."""
+    if TOP_IDS not in row or TOP_LOGPROBS not in row:
+        return []
+    pairs = zip(row[TOP_IDS][places].tolist(), row[TOP_LOGPROBS][places].tolist(), strict=True)
+    return [{token: logprob for token, logprob in zip(*each, strict=True) if token >= 0} for each in pairs]
+
+
 def equal_sequences(sequences: Iterable[PlainSequence]) -> list[list[PlainSequence]]:
-    """Returns the sequences in lists: those of a list have the same tokens and supports."""
+    """Returns the sequences in lists: those of a list have the same tokens, supports and most likely tokens."""
     found = defaultdict(list)
     for sequence in sequences:
         supports = None if sequence.supports is None else tuple(map(tuple, sequence.supports))
-        found[tuple(sequence.tokens), supports].append(sequence)
+        found[tuple(sequence.tokens), supports, tuple(tuple(each.items()) for each in sequence.tops)].append(sequence)
     return list(found.values())
 
 
@@ -375,8 +391,11 @@ class UpdateWitness:
                     temperature=self._config.generator.temperature,
                     device=device,
                     supports=equal[0].supports,
-                    by_logprob=_slopes(seen, equal) if backward else None,
-                    by_entropy=_slopes(seen, equal, of_entropy=True) if backward else None,
+                    slopes=Derivatives(*(_slopes(seen, equal, of=of) for of in Derivatives._fields))
+                    if backward
+                    else None,
+                    axes=self._axes,
+                    tops=equal[0].tops,
                     rounded=_trained_logprobs(seen, equal[0]) if backward and not self._exact else None,
                     factor=-float(self._ranks.world_size),
                 )
@@ -402,7 +421,8 @@ class UpdateWitness:
         self._findings.append(counts_finding(expected, tokens=passed, sequences=plan.valid_seqs))
         # if the counts are not those of the lease, the formulas may divide by 0 for samples that the lease leaves out
         if self._axes is not None and not any(finding.failed for finding in self._findings[-2:]):
-            for of_entropies, column in ((False, seen.by_logprob), (True, seen.by_entropy)):
+            for of in Derivatives._fields:
+                column = seen.slopes.get(of, {})
                 largest = max((abs(each) for values in column.values() for each in values), default=0.0)
                 scale = max(self._ranks.gather(largest)) or 1.0
                 compare = partial(
@@ -412,7 +432,7 @@ class UpdateWitness:
                     expected,
                     column,
                     scale=scale,
-                    of_entropies=of_entropies,
+                    of=of,
                 )
                 self._findings += judged("coefficients", compare)
         inside, outside = (max(ranks) for ranks in zip(*self._ranks.gather((seen.inside, seen.outside)), strict=True))
@@ -492,10 +512,10 @@ def _filled(own: Sequence[Any], ranks: Collectives, empty: Callable[[], Any]) ->
     return [*own, *(empty() for _ in range(max(ranks.gather(len(own))) - len(own)))]
 
 
-def _slopes(watched: Watched, sequences: Sequence[PlainSequence], *, of_entropy: bool = False) -> list[float]:
+def _slopes(watched: Watched, sequences: Sequence[PlainSequence], *, of: str) -> list[float]:
     """Returns the slope of each next token of equal sequences, added up over the sequences: the derivative of the loss
-    by the token's log-prob or entropy. It is 0 for tokens that are not trained."""
-    column, slopes = watched.by_entropy if of_entropy else watched.by_logprob, []
+    by `of`, a field of `Derivatives`. It is 0 for tokens that are not trained."""
+    column, slopes = watched.slopes.get(of, {}), []
     for sequence in sequences:
         at = dict(zip(watched.places.get(sequence.number, []), column.get(sequence.number, []), strict=False))
         slopes.append([at.get(place, 0.0) for place in sequence.row_places])

@@ -7,7 +7,6 @@ Python's floats, one sample or token after the other.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean
 from typing import NamedTuple
@@ -205,11 +204,6 @@ def generalised(rewards: Sequence[float], values: Sequence[float], gamma: float,
     return discounted(deltas, gamma * lam)
 
 
-def adaptive_lambda(tokens: int, alpha: float) -> float:
-    """Returns λ = 1 − 1/(α · tokens), at least 0 (VAPO, 2504.05118)."""
-    return max(0.0, 1 - 1 / (alpha * tokens)) if tokens else 0.0
-
-
 def vtrace(
     rewards: Sequence[float], values: Sequence[float], log_ratios: Sequence[float], gamma: float
 ) -> tuple[list[float], list[float]]:
@@ -224,8 +218,7 @@ def vtrace(
     return [r + gamma * v - now for r, v, now in zip(rewards, later, values, strict=True)], targets
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenColumns:
+class TokenColumns(NamedTuple):
     """The columns of one sample, with one entry for each trained token; empty if the estimator does not read the
     column. `values` are the critic's, the others log-probs of policies: `policy` is that of the step's start,
     `behaviour` the sampler."""
@@ -246,7 +239,8 @@ def of_tokens(rule: Axes, outcome: float, columns: TokenColumns) -> tuple[list[f
             return found, found
         case "gae":
             alpha = rule["length_alpha"]
-            lam = rule["lam"] if alpha is None else adaptive_lambda(len(rewards), alpha)
+            # λ = 1 − 1/(α · tokens), at least 0 (VAPO, 2504.05118)
+            lam = rule["lam"] if alpha is None else max(0.0, 1 - 1 / (alpha * max(1, len(rewards))))
             own = generalised(rewards, columns.values, rule["gamma"], lam)
             of_value = generalised(rewards, columns.values, rule["gamma"], rule["value_lam"])
             return own, [a + v for a, v in zip(of_value, columns.values, strict=True)]

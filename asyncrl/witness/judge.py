@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from asyncrl.witness.bounds import unlike_bounds
 from asyncrl.witness.objective import Axes, Counts, Sample, Tokens, derivatives
@@ -17,8 +18,7 @@ FORMULA = "formula"
 """The kind of a finding that compares a number with a formula. Other kinds are those of the user's own functions."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradientLimits:
+class GradientLimits(NamedTuple):
     """The accepted differences between the gradients of a group by two passes, as shares of a norm: `of_tensor` for
     each tensor, `of_all` for all together. A tensor with less than the share `least` of the whole norm is measured
     against that share. `of_token` is for the rounding of single tokens: for the gradient of n tokens, of_token / √n is
@@ -101,17 +101,16 @@ def coefficients(
     found: Mapping[int, Sequence[float]],
     *,
     scale: float,
-    of_entropies: bool = False,
+    of: str,
 ) -> list[Finding]:
-    """Compares the derivatives of the loss by the log-probs of each sample, or by their entropies, with those that the
-    ranks used. The keys of `samples` and `found` are indices within the drawn group. `scale` is the largest derivative
+    """Compares the derivatives `of` the loss (a field of `Derivatives`) by each token with those that the ranks used.
+    The keys of `samples` and `found` are indices within the drawn group. `scale` is the largest derivative
     of the whole group."""
     findings = []
     for number, values in found.items():
         both = [derivatives(axes, samples[number], counts, apart_nats=by) for by in (0, ROUNDING_NATS, -ROUNDING_NATS)]
-        sides = [side.entropies if of_entropies else side.logprobs for side in both]
-        for t, value in enumerate(values):
-            expected = [side[t] for side in sides]
+        sides = [getattr(side, of) for side in both]
+        for t, (value, *expected) in enumerate(zip(values, *sides, strict=True)):
             outside = max(min(expected) - value, value - max(expected), 0.0) if value == value else math.nan
             words = (
                 f"the ranks' backward pass gave trained token {t} of sample {number} the coefficient {value:.6g}, and "

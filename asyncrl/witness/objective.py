@@ -4,23 +4,26 @@ The learner builds the loss from tensors and lets autograd derive it. This modul
 with loops over Python's floats, by the formulas of the papers and of `asyncrl/algorithms/objective.py`. The objective
 is the mapping of its axes (`asyncrl losses NAME`), with all defaults filled in.
 
-    L = Σ_t a_t · [ W_t · K_t · S(u_t, A_t, lp_t) + Σ_j β_j · P_j(t) ]
+    L = Σ_t a_t · [ W_t · K_t · S(u_t, A_t, lp_t) + A_t · C_t + Σ_j β_j · P_j(t) ]
 
 For token t, a is the coefficient of the aggregation, W the importance weight, K the gates (0 or 1), S the surrogate, u
-its ratio, A the advantage, lp the log-prob, and P the penalties.
+its ratio, A the advantage, lp the log-prob, C the centering, and P the penalties.
 """
 
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 Axes = Mapping[str, Any]
 Tokens = Mapping[str, Sequence[float]]
 """Columns of trained tokens: `advantages`, and the log-probs of each policy by its name."""
 
+ALWAYS_1: Axes = {"kind": "clamp", "lo": 1.0, "hi": 1.0}
+"""The kernel of the surrogate `reinforce`."""
 LARGEST_LOG_RATIO = 40.0
 """A ratio above e^40 comes from a broken log-prob. It counts as e^40 and carries no gradient."""
 TINY = 1.1754943508222875e-38
@@ -51,23 +54,22 @@ class Sample:
         return len(self.current)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+class Counts(NamedTuple):
     """Weighted counts of a whole update, over all ranks: trained tokens, trained sequences, trained tokens by prompt
     group, and trained tokens of samples with a reward above 0."""
 
     tokens: float
     sequences: float
-    tokens_by_group: Mapping[int, float] = field(default_factory=dict)
+    tokens_by_group: Mapping[int, float] = {}
     positive_tokens: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Derivatives:
-    """∂L/∂log-prob and ∂L/∂entropy of each trained token of a sample."""
+class Derivatives(NamedTuple):
+    """∂L/∂log-prob, ∂L/∂entropy and ∂L/∂C of each token, where C is the centering."""
 
     logprobs: list[float]
     entropies: list[float]
+    centering: list[float]
 
 
 def derivatives(axes: Axes, sample: Sample, counts: Counts, *, apart_nats: float = 0.0) -> Derivatives:
@@ -84,17 +86,14 @@ def derivatives(axes: Axes, sample: Sample, counts: Counts, *, apart_nats: float
     kept = _weights(axes["weight"], sources)
     removed = [_gated(gate, columns | sources) for gate in axes["gates"]]
     removed += [] if axes["dropped"] is None else [are_chosen(axes["dropped"], columns)]
-    kept = [0.0 if any(gone[t] for gone in removed) else kept[t] for t in tokens]
+    sizes = [0.0 if any(gone[t] for gone in removed) else averaging[t] * kept[t] for t in tokens]
     log_ratios, moves, is_shared = _log_ratios(axes, sources, sample)
-    found, by_ratios, entropies = ([0.0] * len(sample) for _ in range(3))
-    for t in tokens:
-        by_logprob, by_ratio = _slopes(axes["surrogate"], log_ratios[t], sample.advantages[t])
-        found[t] += averaging[t] * kept[t] * by_logprob
-        by_ratios[t] = averaging[t] * kept[t] * by_ratio
+    pairs = [_slopes(axes["surrogate"], log_ratios[t], sample.advantages[t]) for t in tokens]
+    by_ratios = [size * by_ratio for size, (_, by_ratio) in zip(sizes, pairs, strict=True)]
     if is_shared:
         by_ratios = [math.fsum(by_ratios)] * len(sample)
-    for t in tokens:
-        found[t] += by_ratios[t] * moves[t]
+    found = [sizes[t] * pairs[t][0] + by_ratios[t] * moves[t] for t in tokens]
+    entropies = [0.0] * len(sample)
     for penalty in axes["penalties"]:
         chosen = [True] * len(sample) if penalty["tokens"] is None else are_chosen(penalty["tokens"], columns)
         for t in (t for t in tokens if chosen[t]):
@@ -104,7 +103,18 @@ def derivatives(axes: Axes, sample: Sample, counts: Counts, *, apart_nats: float
                 found[t] += averaging[t] * penalty["beta"] * _penalty_slope(penalty, sources, t)
             elif sample.reward > 0:
                 found[t] -= penalty["beta"] * sample.weight * sample.token_weights[t] / counts.positive_tokens
-    return Derivatives(logprobs=found, entropies=entropies)
+    centering = [0.0 if axes["centering"] is None else averaging[t] * sample.advantages[t] for t in tokens]
+    return Derivatives(found, entropies, centering)
+
+
+def centers(axes: Axes, log_p: Sequence[float], log_q: Sequence[float], *, has_rest: bool) -> list[float]:
+    """Returns g_v = q_v · w(p_v/q_v) − α · p_v of the listed tokens v, for the centering C = Σ_v g_v · log p_v (score
+    centering, 2609.20807), with α = ρ · w(1/ρ), where ρ is the ratio of the masses of q and p outside of the list, both
+    at least 1e-6. α is 0 if the sampler has no other token."""
+    w = partial(_kernel, axes["surrogate"].get("positive", ALWAYS_1))
+    rest_q, rest_p = (max(1 - math.fsum(map(math.exp, logs)), 1e-6) for logs in (log_q, log_p))
+    alpha = rest_q / rest_p * w(math.log(rest_p / rest_q)) if has_rest else 0.0
+    return [math.exp(q) * w(p - q) - alpha * math.exp(p) for p, q in zip(log_p, log_q, strict=True)]
 
 
 def _sources(axes: Axes, sample: Sample, apart_nats: float) -> dict[str, Sequence[float]]:

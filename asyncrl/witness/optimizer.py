@@ -1,7 +1,7 @@
 """AdamW, the clipping of gradients and the schedule of the learning rate, by their formulas, for single elements."""
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from asyncrl.config.schema import OptimizerSection
 
@@ -11,8 +11,7 @@ ROUNDINGS = 2
 """Accepted difference of a new value, in units of the rounding of float32 at this value."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Element:
+class Element(NamedTuple):
     """One number of a weight before an optimizer's step: its value, its gradient before the clipping, its two moments,
     and the number of steps that made these."""
 
@@ -36,16 +35,11 @@ def rate_of_step(settings: OptimizerSection, *, step: int, total_steps: int) -> 
     return lowest + (peak - lowest) * left
 
 
-def clipped(gradient: float, *, norm: float, limit: float) -> float:
-    """Returns the gradient of an element after the gradients of all elements were scaled to the norm `limit`, if their
-    norm is larger."""
-    return gradient * min(1.0, limit / (norm + 1e-6))
-
-
 def stepped(element: Element, settings: OptimizerSection, *, rate: float, norm: float) -> float:
-    """Returns the value after a step of AdamW (1711.05101) with this learning rate."""
+    """Returns the value after a step of AdamW (1711.05101) with this learning rate. If `norm`, that of all gradients,
+    is larger than `max_grad_norm`, all gradients are scaled to this norm."""
     (first_decay, second_decay), t = settings.betas, element.steps + 1
-    gradient = clipped(element.gradient, norm=norm, limit=settings.max_grad_norm)
+    gradient = element.gradient * min(1.0, settings.max_grad_norm / (norm + 1e-6))
     first = first_decay * element.first + (1 - first_decay) * gradient
     second = second_decay * element.second + (1 - second_decay) * gradient**2
     direction = (first / (1 - first_decay**t)) / (math.sqrt(second / (1 - second_decay**t)) + settings.eps)

@@ -2,17 +2,20 @@
 attention, full logits.
 
 Temperature, supports and the softmax are applied in float64. The gradient of a log-prob by the logits is stated, and
-not derived by autograd: ∂ log p_t / ∂z = (1_t − p) / τ, and ∂H / ∂z = −p · (log p + H) / τ.
+not derived by autograd: ∂ log p_t / ∂z = (1_t − p) / τ, and ∂H / ∂z = −p · (log p + H) / τ. The centering is a sum of
+log-probs with fixed coefficients.
 
 Legend: S tokens of the sequence, V vocabulary.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from asyncrl.witness.objective import Axes, Derivatives, centers
 
 AT_ONCE = 64
 """Tokens whose softmax over the vocabulary is computed at once, in float64."""
@@ -42,33 +45,35 @@ def plain_pass(
     temperature: float,
     device: torch.device,
     supports: Sequence[Sequence[int]] | None = None,
-    by_logprob: Sequence[float] | None = None,
-    by_entropy: Sequence[float] | None = None,
+    slopes: Derivatives | None = None,
+    axes: Axes | None = None,
+    tops: Sequence[Mapping[int, float]] = (),
     rounded: Sequence[float] | None = None,
     factor: float = 1.0,
 ) -> list[float]:
     """Returns the log-prob of each token but the first, given the tokens before it, in nats.
 
     `supports` has the ids among which each of these tokens was sampled, or an empty list where it was not sampled: its
-    log-prob is then 0. With `by_logprob` and `by_entropy`, one number for each of these tokens, it also adds to the
-    gradients of the weights: `factor` times those of Σ by_logprob · log-prob + by_entropy · entropy. Sharded models
-    communicate in both passes, so all ranks must call it.
+    log-prob is then 0. With `slopes`, which have one number for each of these tokens, it also adds to the gradients of
+    the weights: `factor` times those of Σ logprobs · log-prob + entropies · entropy + centering · C. The centering C
+    is that of the objective `axes`, and `tops` has for each token the ids of the sampler's most likely tokens with
+    their log-probs. Sharded models communicate in both passes, so all ranks must call it.
 
     `rounded` are log-probs of the same tokens by another pass in bfloat16, whose logits were rounded in another way.
     The gradient of log p has the size 1 − p, so each token's is multiplied by the ratio of this size in the two passes.
     Logits near 20 are rounded to multiples of 0.125: without it, 40 tokens differed by up to 0.34 of their norm.
     """
     ids_1S = torch.tensor([list(tokens)], device=device)
-    with torch.set_grad_enabled(by_logprob is not None):
+    with torch.set_grad_enabled(slopes is not None):
         logits_SV: torch.Tensor = model(input_ids=ids_1S, use_cache=False).logits[0, :-1]
-    slopes_SV, found = None if by_logprob is None else torch.zeros_like(logits_SV), list[float]()
+    slopes_SV, found = None if slopes is None else torch.zeros_like(logits_SV), list[float]()
     for start in range(0, len(logits_SV), AT_ONCE):
         stop = min(start + AT_ONCE, len(logits_SV))
         z_NV = logits_SV[start:stop].detach().double() / temperature
         targets_N = ids_1S[0, start + 1 : stop + 1]
-        inside = [True] * (stop - start)
+        inside, allowed_NV = [True] * (stop - start), torch.ones_like(z_NV, dtype=torch.bool)
         if supports is not None:
-            allowed_NV = torch.zeros_like(z_NV, dtype=torch.bool)
+            allowed_NV.fill_(False)
             for n, support in enumerate(supports[start:stop]):
                 inside[n] = len(support) > 0
                 allowed_NV[n, list(support) or slice(None)] = True
@@ -76,19 +81,24 @@ def plain_pass(
         logp_NV = z_NV - z_NV.logsumexp(1, keepdim=True)
         own_N = logp_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1).tolist()
         found += [own if sampled else 0.0 for own, sampled in zip(own_N, inside, strict=True)]
-        if slopes_SV is None or by_logprob is None:
+        if slopes_SV is None or slopes is None:
             continue
         p_NV = logp_NV.exp()
         for n in (n for n, sampled in enumerate(inside) if sampled):
-            slope = by_logprob[start + n]
+            slope, by_entropy, by_centering = (of_tokens[start + n] for of_tokens in slopes)
             if rounded is not None and own_N[n] < 0:
                 slope *= math.expm1(rounded[start + n]) / math.expm1(own_N[n])
-            by_z_V = -slope * p_NV[n]
-            by_z_V[targets_N[n]] += slope
-            if by_entropy is not None and by_entropy[start + n]:
+            by_log_p_V = slope * torch.nn.functional.one_hot(targets_N[n], p_NV.shape[1]).double()
+            if by_centering and axes is not None:
+                ids, log_q = [*tops[start + n]], [*tops[start + n].values()]
+                has_rest = int(allowed_NV[n].sum()) > len(ids)
+                own_centers = centers(axes, logp_NV[n, ids].tolist(), log_q, has_rest=has_rest)
+                by_log_p_V[ids] += by_centering * by_log_p_V.new_tensor(own_centers)
+            by_z_V = by_log_p_V - by_log_p_V.sum() * p_NV[n]
+            if by_entropy:
                 log_p_V = torch.where(p_NV[n] > 0, logp_NV[n], 0.0)
                 entropy = -(p_NV[n] * log_p_V).sum()
-                by_z_V -= by_entropy[start + n] * p_NV[n] * (log_p_V + entropy)
+                by_z_V -= by_entropy * p_NV[n] * (log_p_V + entropy)
             slopes_SV[start + n] = (factor / temperature * by_z_V).to(slopes_SV.dtype)
     if slopes_SV is not None:
         torch.autograd.backward([logits_SV], [slopes_SV])

@@ -64,6 +64,17 @@ LOSS = [
     ),
 ]
 TOKEN_TERMS = [
+    (
+        "the centering is not multiplied by the advantage",
+        "push_BT + adv_BT * inside(centering_BT)",
+        "push_BT + inside(centering_BT)",
+    ),
+    (
+        "the centering leaves out the rest",
+        "torch.where(has_rest.unsqueeze(-1), torch",
+        "torch.where(has_rest.unsqueeze(-1) & False, torch",
+    ),
+    ("the centering does not follow the kernel", "(p.clamp(lo * q, hi * q) - alpha * p)", "(q - alpha * p)"),
     ("sign of A in reinforce", "return -adv_BT * lp_BT, nowhere", "return adv_BT * lp_BT, nowhere"),
     ("sign of A in linear", "return -adv_BT * u_BT, nowhere", "return adv_BT * u_BT, nowhere"),
     ("sign of A in weighted", "return -adv_BT * k_BT * lp_BT", "return adv_BT * k_BT * lp_BT"),

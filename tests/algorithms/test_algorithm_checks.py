@@ -273,6 +273,7 @@ def pushes_opposite_tokens(name: str) -> bool:
         | {"advantages": torch.tensor([[0.0, 1.0, -1.0]]), "token_mask": torch.tensor([[0.0, 1.0, 1.0]])}
         | {"sample_mask": torch.ones(1), "staleness": torch.zeros(1, 3)}
         | {"rewards": torch.zeros(1), "group_ids": torch.zeros(1).long()}
+        | dict.fromkeys(("top_ids", "top_logprobs"), torch.zeros(1, 3, 1))
     )
     data = with_shares(data)
     loss, _ = ObjectiveLoss(PRESETS[name].objective)(
@@ -280,10 +281,21 @@ def pushes_opposite_tokens(name: str) -> bool:
         global_valid_seqs=torch.tensor(1),
         global_valid_toks=torch.tensor(2),
         next_token_logprobs=logprobs,
+        next_token_centering=torch.zeros(1, 2),
     )
     loss.backward()
     assert logprobs.grad is not None
     return bool(logprobs.grad.abs().max() > 1e-6)
+
+
+def test_centering_needs_the_log_probs_of_the_samplers_most_likely_tokens() -> None:
+    [violation] = violations("algorithm.loss=score_centering")
+    assert "generator.logprobs is unset: algorithm.loss = score_centering has centering = score" in violation
+    assert "set generator.logprobs, for example to 16, or algorithm.overrides.centering to null" in violation
+    warnings("algorithm.loss=score_centering", "generator.logprobs=4")
+    warnings("algorithm.loss=score_centering", "algorithm.overrides={centering: null}")
+    with pytest.raises(ConfigError, match=r"algorithm\.overrides: centering is score.*surrogate: \{kind: clipped\}"):
+        check_algorithm(load_config([], ["algorithm.loss=tis", "algorithm.overrides={weight: null, centering: score}"]))
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("dr_grpo", "m2po")])

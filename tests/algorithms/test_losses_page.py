@@ -77,7 +77,8 @@ def test_every_axis_says_what_it_does_to_stale_tokens_and_has_an_example() -> No
 
 @pytest.mark.parametrize(("place", "example"), EXAMPLES, ids=[place for place, _ in EXAMPLES])
 def test_the_loss_of_each_example_is_built_and_passes_the_checks(place: str, example: str) -> None:
-    config = load_config([parse_yaml(example, source=place)], ["generator.max_completion_tokens=32"])
+    settings = ["generator.max_completion_tokens=32", "generator.logprobs=4"]
+    config = load_config([parse_yaml(example, source=place)], settings)
     loss = build_loss(config)
     check_algorithm(config)
     assert isinstance(loss, ObjectiveLoss)
@@ -169,7 +170,11 @@ class ReadsAll:
 
 
 def test_the_columns_on_the_page_are_those_of_a_run_with_their_shapes() -> None:
-    settings = {"generator.top_k": 8, "algorithm.advantage": {"name": "reinforce_pp", "kl": {"beta": 0.01}}}
+    settings = {
+        "generator.top_k": 8,
+        "generator.logprobs": 4,
+        "algorithm.advantage": {"name": "reinforce_pp", "kl": {"beta": 0.01}},
+    }
     config = load_config([{"algorithm.loss": f"{__name__}:ReadsAll", **settings}])
     assert {*run_columns(config), "branch_ids"} == {each.name for each in RUN_COLUMNS}
     call_loss(config)

@@ -106,6 +106,7 @@ def test_a_log_ratio_of_80_gives_no_inf(preset: str, log_ratio: float) -> None:
             },
             advantages_BT=torch.tensor([[-1.0]]),
             segments=Segments(torch.ones(1, 1, dtype=torch.bool)),
+            centering_BT=torch.zeros(1, 1),
         )
         terms.loss_BT.sum().backward()
         assert torch.isfinite(terms.loss_BT).all()

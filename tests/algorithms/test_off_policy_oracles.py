@@ -180,6 +180,11 @@ WORKED: dict[str, tuple[Worked, ...]] = {
         log_weighted(advantage=2, current=(0.4, 0.1), behaviour=(0.05, 0.2), gradients=(-10, -1)),
         log_weighted(advantage=-2, current=(0.4, 0.1), behaviour=(0.05, 0.2), gradients=(10, 1)),
     ),
+    # the same with min(r, 2)
+    "score_centering": (
+        log_weighted(advantage=2, current=(0.4, 0.1), behaviour=(0.05, 0.2), gradients=(-4, -1)),
+        log_weighted(advantage=-2, current=(0.4, 0.1), behaviour=(0.05, 0.2), gradients=(4, 1)),
+    ),
     # the same with min(r, 1)
     "vtrace": (
         log_weighted(advantage=2, current=(0.4, 0.1), behaviour=(0.05, 0.2), gradients=(-2, -1)),

@@ -25,7 +25,8 @@ POOLED = [name for name in PRESETS if name not in TOKEN_LEVEL]
 def evaluated(objective: Objective, data: BatchedDataDict) -> tuple[torch.Tensor, torch.Tensor]:
     leaf = data["logprobs"].clone().requires_grad_()
     columns = BatchedDataDict({name: column for name, column in data.items() if name != "logprobs"})
-    loss, _ = ObjectiveLoss(objective)(data=columns, next_token_logprobs=leaf[:, 1:], **counts(rows()))
+    outputs = {"next_token_logprobs": leaf[:, 1:], "next_token_centering": data["centering"][:, 1:]}
+    loss, _ = ObjectiveLoss(objective)(data=columns, **outputs, **counts(rows()))
     loss.backward()
     assert leaf.grad is not None
     return loss.detach(), leaf.grad
@@ -142,6 +143,7 @@ def pushed(name: str, current: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         sources={"proximal": old, "behaviour": old},
         advantages_BT=torch.ones_like(old),
         segments=Segments(torch.ones_like(old, dtype=torch.bool)),
+        centering_BT=torch.zeros_like(old),
     )
     [gradient] = torch.autograd.grad(terms.push_BT.sum(), leaf)
     return gradient.double()

@@ -30,7 +30,10 @@ pytestmark = pytest.mark.slow
 
 LENGTHS = (5, 3, 6, 1)
 PROMPT = 2
-PER_TOKEN = ("logprobs", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages", "staleness")
+PER_TOKEN = (
+    *("logprobs", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages", "staleness"),
+    *("centering", "top_ids", "top_logprobs"),
+)
 PER_ROW = ("sample_mask", "group_ids", "rewards", "prompt_share", "positive_share")
 Row = dict[str, torch.Tensor]
 # choices on the axes that no preset makes, and that a split, an order or packing could change
@@ -87,6 +90,9 @@ def rows(*, off_policy: float = 0.3) -> list[Row]:
                 "prev_logprobs": prox,
                 "reference_policy_logprobs": prox + off_policy * normal(total),
                 "logprobs": prox + off_policy * normal(total),
+                "centering": normal(total),
+                # the model's output `centering` was computed from them
+                **dict.fromkeys(("top_ids", "top_logprobs"), torch.zeros(total, dtype=torch.float64)),
                 "advantages": normal(1).expand(total).clone(),
                 "staleness": torch.randint(0, 4, (total,), generator=draw).double(),
                 "token_mask": (torch.arange(total) >= PROMPT).double(),
@@ -142,7 +148,8 @@ def evaluated(
     """Returns the loss, its gradient with respect to the log-prob of every token [B, S], and the metrics."""
     leaf = data["logprobs"].clone().requires_grad_()
     columns = BatchedDataDict({name: column for name, column in data.items() if name != "logprobs"})
-    loss, metrics = ObjectiveLoss(objective)(data=columns, next_token_logprobs=leaf[:, 1:], **global_counts)
+    outputs = {"next_token_logprobs": leaf[:, 1:], "next_token_centering": data["centering"][:, 1:]}
+    loss, metrics = ObjectiveLoss(objective)(data=columns, **outputs, **global_counts)
     loss.backward()
     assert leaf.grad is not None
     return loss.detach(), leaf.grad, metrics

@@ -41,7 +41,7 @@ def test_every_row_of_the_designs_table_is_there() -> None:
         *("gmpo", "cispo", "aipo", "topr", "aspo", "sapo", "vespo", "dppo_tv", "dppo_kl", "tis", "icepop", "seq_tis"),
         *("geometric_rejection", "opsm", "decoupled_ppo", "a3po", "m2po", "kimi", "ppo", "vapo", "vtrace"),
         *("decoupled_icepop", "gspo_token", "dppo_tv_k2", "glm5", "p3o", "oapl", "cfpo", "maxrl", "gdpo", "opo", "gpg"),
-        *("kl_cov", "clip_cov", "flash_reinforce"),
+        *("kl_cov", "clip_cov", "flash_reinforce", "score_centering"),
     }
 
 
@@ -244,7 +244,7 @@ def test_thresholds_are_the_papers() -> None:
 def test_advantages_are_those_that_a_paper_was_published_with_and_only_so() -> None:
     assert {name: preset.baseline for name, preset in PRESETS.items() if preset.baseline != "group_norm"} == {
         **{"rloo": "leave_one_out", "reinforce_pp": "reinforce_pp", "dr_grpo": "group_mean", "kimi": "group_mean"},
-        **{"glm5": "group_mean", "flash_reinforce": "batch_mean"},
+        **{"glm5": "group_mean", "score_centering": "group_mean", "flash_reinforce": "batch_mean"},
         **{"ppo": "gae", "vapo": "gae", "vtrace": "vtrace"},
         **{"maxrl": "maxrl", "gdpo": "gdpo", "opo": "opo", "gpg": "gpg", "oapl": "oapl"},
         **dict.fromkeys(["decoupled_icepop", "decoupled_ppo", "a3po", "tis", "seq_tis", "geometric_rejection"]),

@@ -25,7 +25,14 @@ OF_WITNESS = [
         "by_group[each.group] += each.tokens - each.stale",
         "by_group[each.group] += each.tokens",
     ),
-    ("step", "rewards are compared in float64", "reward=float(np.float32(reward))", "reward=reward"),
+    ("step", "rewards are compared in float64", "float(np.float32(reward))", "reward"),
+    ("objective", "the rest of the sampler is left out", "alpha = rest_q / rest_p * w(", "alpha = 0.0 * w("),
+    (
+        "objective",
+        "the centering does not follow the advantage",
+        "averaging[t] * sample.advantages[t] for",
+        "averaging[t] for",
+    ),
     ("judge", "samples are not counted", ", abs(sequences - expected.sequences))", ", 0)"),
 ]
 """Module of asyncrl/witness, name, text that occurs once in the module, text that replaces it."""

@@ -110,6 +110,7 @@ def batch_of(sequences: tuple[Worked, ...]) -> BatchedDataDict:
             columns.setdefault(name, []).append(row)
         columns.setdefault("token_mask", []).append([0.0] * PROMPT + [1.0] * length + [0.0] * padding)
     data = BatchedDataDict({name: torch.tensor(rows, dtype=torch.float64) for name, rows in columns.items()})
+    data |= dict.fromkeys(("top_ids", "top_logprobs"), torch.zeros(*data["token_mask"].shape, 1))
     data["sample_mask"] = torch.ones(len(sequences), dtype=torch.float64)
     data["rewards"] = torch.tensor([sequence.reward for sequence in sequences], dtype=torch.float64)
     data["positive_share"] = (data["rewards"] > 0) / STEP_POSITIVE_TOKENS
@@ -124,6 +125,7 @@ def assert_as_worked(objective: Objective, sequences: tuple[Worked, ...]) -> Non
     loss, _ = ObjectiveLoss(objective)(
         data=columns,
         next_token_logprobs=leaf[:, 1:],
+        next_token_centering=torch.zeros_like(leaf[:, 1:]),  # test_centering.py has its values
         global_valid_seqs=torch.tensor(float(STEP_SEQUENCES)),
         global_valid_toks=torch.tensor(float(STEP_TOKENS)),
     )

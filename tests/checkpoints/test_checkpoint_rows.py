@@ -34,7 +34,7 @@ def completion(*tokens: int, top_k: int | None = None) -> Completion:
         versions=[Version(1, 3)] * len(tokens),
         text="",
         truncated=False,
-        supports=None if top_k is None else np.tile(np.array(tokens, dtype=np.int32)[:, None], (1, top_k)),
+        wide={} if top_k is None else {SUPPORT: np.tile(np.array(tokens, dtype=np.int32)[:, None], (1, top_k))},
     )
 
 

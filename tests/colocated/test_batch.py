@@ -106,7 +106,7 @@ async def test_with_top_k_the_output_has_supports_unless_it_is_greedy() -> None:
     def answer(prompt: list[int]) -> Completion:
         sampled = completion(len(prompt) + 1)
         supports = np.array([[token, 5] for token in sampled.token_ids], dtype=np.int32)
-        return dataclasses.replace(sampled, supports=supports)
+        return dataclasses.replace(sampled, wide={SUPPORT: supports})
 
     greedy = await continue_rows(engine, PROMPTS, config=config, greedy=True, pad_token_id=PAD)
     assert SUPPORT not in greedy

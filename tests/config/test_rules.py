@@ -10,7 +10,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.row_bytes import worst_case_group_bytes
 from asyncrl.config.rules import check_config
 from asyncrl.config.schema import Config
-from asyncrl.data.specs import BRANCH, SUPPORT
+from asyncrl.data.specs import BRANCH, SUPPORT, TOP_IDS, TOP_LOGPROBS
 from asyncrl.errors import ConfigError
 
 _CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
@@ -67,6 +67,11 @@ _LIMITS = [
         ["buffer.capacity_bytes=459775", "generator.top_k=8"],
         ["buffer.capacity_bytes=459776", "generator.top_k=8"],
         "(64 tokens × 56 + 8) bytes, with rows of model.max_length = 64 tokens; raise it, or lower generator.top_k",
+    ),
+    (
+        ["buffer.capacity_bytes=459775", "generator.logprobs=4"],
+        ["buffer.capacity_bytes=459776", "generator.logprobs=4"],
+        "(64 tokens × 56 + 8) bytes, with rows of model.max_length = 64 tokens; raise it, or lower generator.logprobs",
     ),
     (["generator.top_p=0.99"], ["generator.top_p=0.99", "generator.top_k=8"], "set generator.top_k too, or remove"),
     (["generator.min_p=0.01"], ["generator.min_p=0.01", "generator.top_k=8"], "only if their number is limited"),
@@ -416,6 +421,9 @@ def test_a_group_is_booked_at_its_columns_bytes_for_every_sample() -> None:
     assert worst_case_group_bytes(config) == 3 * (100 * (8 + 8 + 4 + 4) + 8)
     config = load_config([], ["learner.group_size=3", "model.max_length=100", "generator.top_k=20"])
     assert worst_case_group_bytes(config) == 3 * (100 * (8 + 8 + 4 + 4 + 20 * 4) + 8)
+    both = ["generator.top_k=20", "generator.logprobs=16"]
+    config = load_config([], ["learner.group_size=3", "model.max_length=100", *both])
+    assert worst_case_group_bytes(config) == 3 * (100 * (8 + 8 + 4 + 4 + 20 * 4 + 16 * (4 + 4)) + 8)
     overrides = ["learner.group_size=3", "model.max_length=100", "environment.agent=tasks:play"]
     config = load_config([], [*overrides, "environment.max_branches=4"])
     assert worst_case_group_bytes(config) == 3 * (4 * 100 * (8 + 8 + 4 + 4 + 4) + 8)
@@ -439,6 +447,7 @@ def test_rows_have_branches_if_a_part_of_the_run_plays_agents(overrides: list[st
     assert config.most_branches == branches
     assert config.extra_columns == ((BRANCH,) if branches > 1 else ())
     assert load_config([], [*overrides, "generator.top_k=2"]).extra_columns[:1] == (SUPPORT,)
+    assert load_config([], [*overrides, "generator.logprobs=2"]).extra_columns[:2] == (TOP_IDS, TOP_LOGPROBS)
 
 
 @pytest.mark.parametrize(

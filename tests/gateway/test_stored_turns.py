@@ -21,6 +21,7 @@ from asyncrl.coordinator.registry import Deployment
 from asyncrl.coordinator.status import Restored
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
+from asyncrl.data.specs import SUPPORT
 from asyncrl.data_plane.codec import PAD_VALUES, Picked, decode, encode
 from asyncrl.errors import InfraError
 from asyncrl.gateway.agent_rollouts import GroupProgress, call_of
@@ -248,10 +249,10 @@ def test_turns_are_cut_at_the_first_token_of_another_lineage() -> None:
 
 def test_turns_keep_their_supports() -> None:
     supports = np.array([[2, 9], [3, -1]], dtype=np.int32)
-    turns = [(11, dataclasses.replace(answer(2), supports=supports[:1])),
-             (12, dataclasses.replace(answer(3), supports=supports[1:]))]  # fmt: skip
+    turns = [(11, dataclasses.replace(answer(2), wide={SUPPORT: supports[:1]})),
+             (12, dataclasses.replace(answer(3), wide={SUPPORT: supports[1:]}))]  # fmt: skip
     again = turns_of(joined(turns))
-    assert [each.supports.tolist() for _, each in again if each.supports is not None] == [[[2, 9]], [[3, -1]]]
+    assert [each.wide[SUPPORT].tolist() for _, each in again] == [[[2, 9]], [[3, -1]]]
 
 
 def test_a_call_is_known_by_what_it_asks_for_and_not_by_its_session() -> None:

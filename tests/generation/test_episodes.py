@@ -77,15 +77,17 @@ def test_branches_follow_each_other_and_have_numbers() -> None:
 
 def test_only_sampled_tokens_have_supports() -> None:
     def supported(*tokens: int) -> Node:
-        return dataclasses.replace(sampled(*tokens), supports=np.array([[token, 9] for token in tokens], np.int32))
+        return dataclasses.replace(
+            sampled(*tokens), wide={SUPPORT: np.array([[token, 9] for token in tokens], np.int32)}
+        )
 
     rows = episode_rows([episode(read(1), supported(3), read(4), supported(7, 8)), episode(read(1), supported(3))])
     no = [-1, -1]
     assert rows[SUPPORT].tolist() == [[no, [3, 9], no, [7, 9], [8, 9]], [no, [3, 9], no, no, no]]
     assert SUPPORT not in episode_rows([LONG, SHORT])
     for wrong in (sampled(3), read(4, 5)):
-        with pytest.raises(HandshakeError, match="supports; every sampled token needs one support"):
-            dataclasses.replace(wrong, supports=np.zeros((2, 2), np.int32))
+        with pytest.raises(HandshakeError, match="entries in the column support_ids; every sampled token needs one"):
+            dataclasses.replace(wrong, wide={SUPPORT: np.zeros((2, 2), np.int32)})
 
 
 def test_a_group_counts_what_was_sampled_and_what_was_read() -> None:

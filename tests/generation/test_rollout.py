@@ -80,7 +80,10 @@ def test_supports_are_a_column_of_sampled_tokens_and_count_in_the_booked_size() 
     supports = [np.array([[6, 9]], dtype=np.int32), np.array([[3, 7], [8, -1]], dtype=np.int32)]
     group = finished(
         [0.0, 1.0],
-        episodes(dataclasses.replace(first, supports=supports[0]), dataclasses.replace(second, supports=supports[1])),
+        episodes(
+            dataclasses.replace(first, wide={SUPPORT: supports[0]}),
+            dataclasses.replace(second, wide={SUPPORT: supports[1]}),
+        ),
     )
     no = [-1, -1]
     assert group.rows[SUPPORT].tolist() == [[no, no, [6, 9], no], [no, no, [3, 7], [8, -1]]]
@@ -98,12 +101,14 @@ def test_supports_are_a_column_of_sampled_tokens_and_count_in_the_booked_size() 
 @pytest.mark.parametrize("supports", [None, np.zeros((2, 4), dtype=np.int32), np.zeros((1, 3), dtype=np.int32)])
 @pytest.mark.fault("F25")
 def test_a_completion_without_a_support_for_each_token_does_not_pass(supports: Any) -> None:
-    sampled = dataclasses.replace(completion(4, 5), supports=supports)
+    sampled = dataclasses.replace(completion(4, 5), wide={} if supports is None else {SUPPORT: supports})
     with pytest.raises(
-        HandshakeError, match=r"with generator\.top_k = 3 they must have 3|has 1 supports; every sampled"
+        HandshakeError, match=r"with generator\.top_k = 3 it must have 3|has 1 entries in the column support_ids; every"
     ):
-        single_turn([1], sampled, top_k=3)
-    single_turn([1], dataclasses.replace(sampled, supports=np.zeros((2, 3), dtype=np.int32)), top_k=3)
+        single_turn([1], sampled, widths={SUPPORT: 3})
+    single_turn(
+        [1], dataclasses.replace(sampled, wide={SUPPORT: np.zeros((2, 3), dtype=np.int32)}), widths={SUPPORT: 3}
+    )
 
 
 @pytest.mark.asyncio
@@ -113,7 +118,7 @@ async def test_an_engine_that_returns_no_supports_fails_the_group() -> None:
     await engine.load(manifest_of(7), StagedWeights())
     config = load_config([], ["generator.top_k=3"])
     rollouts = Rollouts(config=config, engine=engine, tokenizer=Tokenizer(), scorer=LengthScorer(), replica="a")
-    with pytest.raises(HandshakeError, match=r"supports .* have no tokens; with generator\.top_k = 3"):
+    with pytest.raises(HandshakeError, match=r"has no numbers .* column support_ids; with generator\.top_k = 3"):
         await rollouts.run(TICKET, Attempt())
 
 

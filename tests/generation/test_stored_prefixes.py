@@ -17,7 +17,7 @@ from asyncrl.common.version import Version
 from asyncrl.coordinator.coordinator import SWEEP_EVERY_S
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.prompts import Task
-from asyncrl.data.specs import SUPPORT
+from asyncrl.data.specs import SUPPORT, TOP_IDS, TOP_LOGPROBS
 from asyncrl.data_plane.codec import PAD_VALUES, Picked, decode, encode
 from asyncrl.errors import InfraError, RowsLost
 from asyncrl.generation.interfaces import PartialCompletion
@@ -53,26 +53,31 @@ def test_rows_keep_samples_as_they_are() -> None:
     assert samples_of_rows(read, prefix=prefix) == samples
 
 
-def test_stored_samples_keep_their_supports() -> None:
-    supports = np.array([[2, 9], [3, -1], [4, 2]], dtype=np.int32)
+def test_stored_samples_keep_their_supports_and_their_most_likely_tokens() -> None:
+    wide: dict[str, Any] = {
+        SUPPORT: np.array([[2, 9], [3, -1], [4, 2]], dtype=np.int32),
+        TOP_IDS: np.array([[9], [3], [-1]], dtype=np.int32),
+        TOP_LOGPROBS: np.array([[-0.3], [-0.1], [0.0]], dtype=np.float32),
+    }
     samples = [
-        dataclasses.replace(sample(3, steps=(4, 4, 5)), supports=supports),
-        dataclasses.replace(sample(0), supports=supports[:0]),
+        dataclasses.replace(sample(3, steps=(4, 4, 5)), wide=wide),
+        dataclasses.replace(sample(0), wide={name: column[:0] for name, column in wide.items()}),
     ]
     rows = rows_of(samples)
-    assert set(rows) == {*PREFIX_COLUMNS, SUPPORT}
+    assert set(rows) == {*PREFIX_COLUMNS, *wide}
     stored = encode(BatchedDataDict.from_batches([rows], pad_value_dict=dict(PAD_VALUES)))
     picked = {name: [Picked(column, range(2), range(2))] for name, column in stored.items()}
     read = samples_of_rows(decode(picked, lengths=[3, 0]), prefix=prefix_of(samples, attempt=1))
-    assert [each.supports.tolist() for each in read if each.supports is not None] == [supports.tolist(), []]
+    for name, column in wide.items():
+        assert [each.wide[name].tolist() for each in read] == [column.tolist(), []]
+        assert read[0].wide[name].dtype == column.dtype
     [cut, _] = samples_of_rows(rows, prefix=Prefix(attempt=1, tokens=2, versions=(Version(1, 4),)))
-    assert cut.supports is not None
-    assert cut.supports.tolist() == supports[:2].tolist()
+    assert all(cut.wide[name].tolist() == column[:2].tolist() for name, column in wide.items())
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("support", [False, True])
-async def test_supports_are_read_if_samples_have_them(support: bool) -> None:
+@pytest.mark.parametrize("wide", [(), (SUPPORT,), (TOP_IDS, TOP_LOGPROBS)], ids=str)
+async def test_wide_columns_are_read_if_samples_have_them(wide: tuple[str, ...]) -> None:
     asked: list[tuple[str, ...]] = []
 
     class Rows:
@@ -84,14 +89,14 @@ async def test_supports_are_read_if_samples_have_them(support: bool) -> None:
 
     keeper = PrefixKeeper(
         Rows(),  # type: ignore[arg-type]
-        every_tokens=2, support=support, verified=verified, stored=lambda *_: None,
+        every_tokens=2, wide=wide, verified=verified, stored=lambda *_: None,
     )  # fmt: skip
     ticket = Ticket(
         group=3, attempt=1, task=Task(question="q", prompt="q", answer="a"), seed=0, version=Version(1, 0),
         max_staleness_versions=2, replica="a", prefix=prefix_of([sample(2)], attempt=0),
     )  # fmt: skip
     assert await keeper.read(ticket) == [sample(2)]
-    assert asked == [(*PREFIX_COLUMNS, SUPPORT) if support else PREFIX_COLUMNS]
+    assert asked == [(*PREFIX_COLUMNS, *wide)]
 
 
 def test_tokens_of_versions_that_were_not_reported_are_cut_off() -> None:

@@ -63,6 +63,9 @@ def test_an_engine_has_room_for_adapters_only_if_the_model_has_one() -> None:
 
 def test_vllm_may_return_the_log_probs_of_a_support() -> None:
     assert arguments(CPU, "generator.top_k=50") == arguments(CPU) | {"max_logprobs": 50}
+    assert arguments(CPU, "generator.logprobs=64") == arguments(CPU) | {"max_logprobs": 64}
+    assert arguments(CPU, "generator.logprobs=64", "generator.top_k=50") == arguments(CPU, "generator.logprobs=64")
+    assert "max_logprobs" not in arguments(CPU), "a run without these columns leaves vLLM's default"
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=NAMES)

@@ -1,4 +1,5 @@
-"""The support of a sampled token is what vLLM sampled it from, and a support that is not whole is refused."""
+"""The support of a sampled token is what vLLM sampled it from, and a support that is not whole is refused. The most
+likely tokens come with their log-probs."""
 
 import math
 from types import SimpleNamespace
@@ -10,10 +11,11 @@ from test_vllm_ends import EndedLLM
 
 from asyncrl.common.version import Version
 from asyncrl.config.load import load_config
+from asyncrl.data.specs import SUPPORT, TOP_IDS, TOP_LOGPROBS
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.generation.interfaces import NOTHING, PartialCompletion
 from asyncrl.generation.vllm_engine import VLLMEngine
-from asyncrl.generation.vllm_sampled import Child, SampledByVLLM, sampling_parameters, supports_of, until_stop
+from asyncrl.generation.vllm_sampled import Child, SampledByVLLM, sampling_parameters, until_stop, wide_columns
 
 pytestmark = pytest.mark.slow  # imports torch
 
@@ -45,12 +47,15 @@ def output(logprobs: SimpleNamespace, token_ids: list[int]) -> SimpleNamespace:
 
 
 def test_the_support_is_the_tokens_that_could_be_sampled_padded_to_top_k() -> None:
-    assert supports_of([7, 3], TWO_TOKENS, top_k=3).tolist() == [[4, 7, 9], [3, -1, -1]]
+    assert wide_columns([7, 3], TWO_TOKENS, widths={SUPPORT: 3})[SUPPORT].tolist() == [[4, 7, 9], [3, -1, -1]]
 
 
 def test_a_vocabulary_smaller_than_top_k_leaves_padding() -> None:
-    assert supports_of([7, 3], TWO_TOKENS, top_k=5).tolist() == [[4, 7, 9, -1, -1], [3, -1, -1, -1, -1]]
-    assert supports_of([], flat(), top_k=5).shape == (0, 5)
+    assert wide_columns([7, 3], TWO_TOKENS, widths={SUPPORT: 5})[SUPPORT].tolist() == [
+        [4, 7, 9, -1, -1],
+        [3, -1, -1, -1, -1],
+    ]
+    assert wide_columns([], flat(), widths={SUPPORT: 5})[SUPPORT].shape == (0, 5)
 
 
 @pytest.mark.parametrize(
@@ -62,32 +67,58 @@ def test_a_vocabulary_smaller_than_top_k_leaves_padding() -> None:
 )
 def test_a_support_of_more_than_top_k_tokens_is_refused(token: list[tuple[int, float]]) -> None:
     with pytest.raises(DataError, match=r"among more than generator\.top_k = 3 tokens") as caught:
-        supports_of([token[0][0]], flat(token), top_k=3)
+        wide_columns([token[0][0]], flat(token), widths={SUPPORT: 3})
     assert caught.value.reason == "support"
 
 
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_the_most_likely_tokens_have_their_log_probs_and_tokens_that_cannot_be_sampled_are_padding(
+    top_k: int | None,
+) -> None:
+    widths = {TOP_IDS: 2, TOP_LOGPROBS: 2} | ({SUPPORT: top_k} if top_k else {})
+    columns = wide_columns([7, 3], TWO_TOKENS, widths=widths)
+    assert {name: column.shape for name, column in columns.items()} == {
+        name: (2, width) for name, width in widths.items()
+    }
+    assert columns[TOP_IDS].tolist() == [[4, 7], [3, -1]]
+    np.testing.assert_array_equal(columns[TOP_LOGPROBS], np.log(np.array([[0.5, 0.25], [1, 1]], dtype=np.float32)))
+    wider = wide_columns([7, 3], TWO_TOKENS, widths={TOP_IDS: 4, TOP_LOGPROBS: 4})
+    assert wider[TOP_IDS].tolist() == [[4, 7, 9, -1], [3, -1, -1, -1]]
+    assert wider[TOP_LOGPROBS][:, 3].tolist() == [0, 0]
+    assert (columns[TOP_IDS].dtype, columns[TOP_LOGPROBS].dtype) == (np.int32, np.float32)
+
+
+def test_a_support_is_found_among_more_log_probs_than_it_has_tokens() -> None:
+    entries = [(7, 0.25), (4, 0.5), (7, 0.25), (9, 0.25), (1, 0.0), (2, 0.0)]
+    columns = wide_columns([7], flat(entries), widths={SUPPORT: 3, TOP_IDS: 5, TOP_LOGPROBS: 5})
+    assert columns[SUPPORT].tolist() == [[4, 7, 9]]
+    assert columns[TOP_IDS].tolist() == [[4, 7, 9, -1, -1]]
+    four = [(7, 0.25), (4, 0.25), (5, 0.25), (7, 0.25), (8, 0.25)]
+    with pytest.raises(DataError, match="among more than"):
+        wide_columns([7], flat(four), widths={SUPPORT: 3, TOP_IDS: 4})
+
+
 def test_a_completion_has_the_sampled_tokens_log_probs_and_all_supports() -> None:
-    sample = Child(NOTHING, top_k=3).ended(output(TWO_TOKENS, [7, 3]))
+    sample = Child(NOTHING, widths={SUPPORT: 3}).ended(output(TWO_TOKENS, [7, 3]))
     assert (sample.token_ids, sample.logprobs) == ([7, 3], [math.log(0.25), 0.0])
-    assert sample.supports is not None
-    assert sample.supports.tolist() == [[4, 7, 9], [3, -1, -1]]
+    assert sample.wide[SUPPORT].tolist() == [[4, 7, 9], [3, -1, -1]]
     with pytest.raises(DataError, match="other tokens than the sampled ones"):
-        Child(NOTHING, top_k=3).ended(output(TWO_TOKENS, [4, 3]))
+        Child(NOTHING, widths={SUPPORT: 3}).ended(output(TWO_TOKENS, [4, 3]))
 
 
 def test_a_continued_completion_keeps_the_supports_of_its_prefix() -> None:
     prefix = PartialCompletion(
-        token_ids=[5], logprobs=[-0.1], versions=[Version(1, 2)], supports=np.array([[5, 6, -1]], dtype=np.int32)
+        token_ids=[5], logprobs=[-0.1], versions=[Version(1, 2)], wide={SUPPORT: np.array([[5, 6, -1]], dtype=np.int32)}
     )
-    sample = Child(prefix, top_k=3).ended(output(TWO_TOKENS, [7, 3]))
-    assert sample.supports is not None
-    assert sample.supports.tolist() == [[5, 6, -1], [4, 7, 9], [3, -1, -1]]
+    sample = Child(prefix, widths={SUPPORT: 3}).ended(output(TWO_TOKENS, [7, 3]))
+    assert sample.wide[SUPPORT].tolist() == [[5, 6, -1], [4, 7, 9], [3, -1, -1]]
     cut = until_stop(sample, ["57"], lambda tokens: "".join(map(str, tokens)))
-    assert cut.supports is not None
-    assert cut.supports.tolist() == [[5, 6, -1], [4, 7, 9]]
-    [partial] = SampledByVLLM(EndedLLM(), [Child(prefix, output=output(TWO_TOKENS, [7, 3]), top_k=3)]).partial() or []
-    assert partial.supports is not None
-    assert len(partial.supports) == 3
+    assert cut.wide[SUPPORT].tolist() == [[5, 6, -1], [4, 7, 9]]
+    [partial] = (
+        SampledByVLLM(EndedLLM(), [Child(prefix, output=output(TWO_TOKENS, [7, 3]), widths={SUPPORT: 3})]).partial()
+        or []
+    )
+    assert len(partial.wide[SUPPORT]) == 3
 
 
 def test_a_request_that_has_sampled_nothing_yet_has_an_empty_support() -> None:
@@ -100,9 +131,8 @@ def test_a_request_that_has_sampled_nothing_yet_has_an_empty_support() -> None:
     llm = SimpleNamespace(
         output_processor=SimpleNamespace(external_req_ids={"r": ["r-0"]}, request_states={"r-0": state})
     )
-    [sample] = SampledByVLLM(llm, [Child(NOTHING, request_id="r", top_k=3)]).partial() or []
-    assert sample.supports is not None
-    assert sample.supports.shape == (0, 3)
+    [sample] = SampledByVLLM(llm, [Child(NOTHING, request_id="r", widths={SUPPORT: 3})]).partial() or []
+    assert sample.wide[SUPPORT].shape == (0, 3)
 
 
 def test_vllm_is_asked_for_as_many_log_probs_as_a_support_may_have_tokens() -> None:
@@ -112,6 +142,11 @@ def test_vllm_is_asked_for_as_many_log_probs_as_a_support_may_have_tokens() -> N
     }  # fmt: skip
     assert sampling_parameters(generator, vocabulary=5)["logprobs"] == 5
     assert sampling_parameters(load_config([], []).generator, vocabulary=100) == {}
+    listed = load_config([], ["generator.logprobs=16"]).generator
+    assert sampling_parameters(listed, vocabulary=100) == {"logprobs": 16}
+    both = load_config([], ["generator.logprobs=16", "generator.top_k=8"]).generator
+    assert sampling_parameters(both, vocabulary=100) == {"top_k": 8, "top_p": 1.0, "min_p": 0.0, "logprobs": 16}
+    assert sampling_parameters(both, vocabulary=9)["logprobs"] == 9
 
 
 @pytest.mark.parametrize("override", ["top_p=0.9", "top_p=0.999", "min_p=0.1", "min_p=1e-6"])
@@ -141,9 +176,8 @@ async def test_a_greedy_answer_has_no_support() -> None:
     engine = NotedEngine(llm, config=load_config([], ["generator.top_k=3"]), processes=[])
     [sampled] = await engine.generate([1], n=1, seed=None, temperature=0.5, max_tokens=2)
     assert {"top_k": 3, "logprobs": 3}.items() <= engine.asked.items()
-    assert sampled.supports is not None
-    assert sampled.supports.shape == (2, 3)
+    assert sampled.wide[SUPPORT].shape == (2, 3)
     [greedy] = await engine.generate([1], n=1, seed=None, temperature=0.0, max_tokens=2)
     assert engine.asked["logprobs"] == 0, "an answer that is not counted costs no further log-prob"
     assert "top_k" not in engine.asked
-    assert greedy.supports is None
+    assert not greedy.wide

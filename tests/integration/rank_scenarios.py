@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from own_losses import OfTheStep
 from rounding import SMOOTH_OPTIMIZER
-from tiny_groups import STEP, join, make_batch, make_config, make_group, make_groups
+from tiny_groups import STEP, join, make_batch, make_config, make_group, make_groups, with_tops
 from torch.distributed import FileStore
 
 from asyncrl.algorithms.interfaces import LossFunction, LossInputType, LossType, masked_mean
@@ -99,6 +99,7 @@ TRAINING: dict[str, tuple[dict[str, Any], Any]] = {
     "interpolated": ({"micro_batch_size": 5, "updates_per_step": 2}, make_batch),
     "counted": ({"micro_batch_size": 5}, make_batch),
     "controlled": ({"micro_batch_size": 5}, make_batch),
+    "centered": ({"batching": "packed", "micro_batch_tokens": 32}, lambda: with_tops(make_batch())),
 }
 LOSSES: dict[str, Any] = {
     "own_loss": f"{__name__}:LogitLoss",
@@ -112,6 +113,7 @@ LOSSES: dict[str, Any] = {
         "penalties": [{"kind": "k3", "beta": 0.5, "q": "behaviour", "control": {"target": 0.48, "gain": 1.0}}],
     },
     "calibrated": "m2po",
+    "centered": "score_centering",
     "interpolated": "a3po",
     "counted": {
         "surrogate": {"kind": "reinforce"},
@@ -148,7 +150,8 @@ UPDATE_ROWS = 20
 
 def matrix_batch() -> BatchedDataDict:
     """Returns the rows of two updates."""
-    return join([*make_groups(), make_group(4, lengths=(3, 6, 2, 9)), *(make_group(key) for key in range(5, 13))])
+    groups = [*make_groups(), make_group(4, lengths=(3, 6, 2, 9)), *(make_group(key) for key in range(5, 13))]
+    return with_tops(join(groups))
 
 
 def shard_of(
@@ -316,6 +319,7 @@ def _interface_scenarios(worker: Any, *, rank: int, world_size: int) -> dict[str
     loss = ObjectiveLoss(PRESETS["decoupled_icepop"].objective)
     counted = ObjectiveLoss(resolve_objective(LOSSES["counted"], {}))
     of_the_step = OfTheStep(cap=OF_THE_STEP_CAP)
+    centered = ObjectiveLoss(PRESETS["score_centering"].objective)
     by_covariance = {name: ObjectiveLoss(resolve_objective(name, axes)) for name, axes in BY_COVARIANCE.items()}
     data = matrix_batch()
     data["index"] = torch.arange(data.size)
@@ -337,6 +341,7 @@ def _interface_scenarios(worker: Any, *, rank: int, world_size: int) -> dict[str
                 for other, rows_of, each in (
                     ("counted", shard, counted),
                     ("of the step", shard, of_the_step),
+                    ("centered", shard, centered),
                     *((other, moved, each) for other, each in by_covariance.items()),
                 )
             }

@@ -19,8 +19,10 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.buffer.groups import seed_of_group
 from asyncrl.common.version import Version
+from asyncrl.config.load import load_config
 from asyncrl.config.parts import all_configs
 from asyncrl.data.prompts import Task
+from asyncrl.data.specs import SUPPORT, TOP_IDS, TOP_LOGPROBS
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.deployment.model_evaluation import evaluate_set, heldout_tasks
 from asyncrl.environments.scoring import PartScorers
@@ -29,6 +31,7 @@ from asyncrl.generation.interfaces import Completion
 from asyncrl.generation.model_parameters import expected_parameters
 from asyncrl.generation.rollout import Rollouts
 from asyncrl.generation.vllm_engine import VLLMEngine
+from asyncrl.generation.vllm_sampled import sampling_parameters
 from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.ranks.gather import own_shards, parameter_specs
@@ -100,6 +103,39 @@ async def test_after_an_update_engine_and_trainer_agree_on_every_token(engine: V
         await engine.load(*trainer.publication(step))
         apart_nats, _ = await compared(engine, trainer, seed=step)
         assert apart_nats < PARITY_NATS
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("top_k", [None, 8])
+async def test_the_most_likely_tokens_have_the_log_probs_of_the_trainer(
+    engine: VLLMEngine, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, top_k: int | None
+) -> None:
+    """Those of the distribution from which the engine samples: after the temperature, and with top_k among 8 tokens."""
+    await engine.load(*trainer.publication(32 + (top_k is None)))
+    settings = ["generator.logprobs=12", *([f"generator.top_k={top_k}", "generator.top_p=0.99"] if top_k else [])]
+    config = load_config([], settings)
+    choice = sampling_parameters(config.generator, vocabulary=engine._llm.model_config.get_vocab_size())
+    monkeypatch.setattr(engine, "_widths", config.widths)
+    monkeypatch.setattr(engine, "_choice", choice)
+    [completion] = await engine.generate(PROMPT, n=1, seed=5, temperature=0.8, max_tokens=MAX_TOKENS)
+    assert {name: column.shape[1] for name, column in completion.wide.items()} == config.widths
+    with torch.no_grad():
+        logits = trainer.model(input_ids=torch.tensor([PROMPT + completion.token_ids])).logits[0, len(PROMPT) - 1 : -1]
+    for t, own in enumerate(completion.token_ids):
+        ids, logprobs = (torch.from_numpy(completion.wide[name][t]) for name in (TOP_IDS, TOP_LOGPROBS))
+        served = logits[t] / 0.8
+        if top_k:
+            support = torch.from_numpy(completion.wide[SUPPORT][t])
+            support = support[support >= 0].long()
+            assert set(ids[ids >= 0].tolist()) == set(support.tolist()), "all tokens that could be sampled are listed"
+            served = torch.full_like(served, -torch.inf).index_copy(0, support, served[support])
+            assert float(logprobs[ids >= 0].exp().sum()) == pytest.approx(1.0, abs=1e-5)
+        log_p = served.log_softmax(0)
+        listed = int((ids >= 0).sum())
+        assert listed == 12 or (top_k and 0 < listed <= top_k)
+        assert (logprobs[:listed] - log_p[ids[:listed].long()]).abs().max() < PARITY_NATS
+        assert (logprobs[:listed] - log_p.topk(listed).values).abs().max() < PARITY_NATS, "no likelier token is missing"
+        assert completion.logprobs[t] == pytest.approx(float(log_p[own]), abs=PARITY_NATS)
 
 
 @pytest.mark.asyncio(loop_scope="session")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rank_scenarios import CUTS, OF_THE_STEP_CAP, PROBE, SOME_CUTS, UPDATE_ROWS, matrix_batch, run_rank
 from rounding import GRADIENT, LOGPROB_NATS, LOSS, assert_reordered, assert_within, weight_spread
-from tiny_groups import STEP, TEMPERATURE, make_batch, make_model
+from tiny_groups import STEP, TEMPERATURE, make_batch, make_model, with_tops
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.algorithms.diagnostics import AVERAGED_METRICS
@@ -83,6 +83,49 @@ def plain(folder: Path) -> tuple[float, float, int]:
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
     return float(loss.detach()), float(norm), tokens
+
+
+@pytest.fixture(scope="module")
+def plainly_centered(folder: Path) -> tuple[float, float]:
+    """(loss, gradient norm) of the preset `score_centering`, by a simple loop over tokens and their most likely tokens,
+    without batches."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    losses = []
+    for row in with_tops(make_batch()).make_microbatch_iterator(1):
+        if row["sample_mask"] == 0:
+            continue
+        ids = row["input_ids"][0, : int(row["input_lengths"])]
+        log_p_SV = (model(input_ids=ids[None]).logits[0].double() / TEMPERATURE).log_softmax(-1)
+        for place in (row["token_mask"][0] > 0).nonzero().flatten().tolist():
+            log_p_V, own = log_p_SV[place - 1], int(ids[place])
+            listed, log_q = row["top_ids"][0, place].tolist(), row["top_logprobs"][0, place].double()
+            p, q = log_p_V[listed].exp().detach(), log_q.exp()
+            rho = (1 - float(q.sum())) / (1 - float(p.sum()))
+            alpha = rho * min(1 / rho, 2.0)
+            expected = ((q * (p / q).clamp(max=2.0) - alpha * p) * log_p_V[listed]).sum()
+            weight = min(math.exp(float(log_p_V[own].detach()) - float(row["generation_logprobs"][0, place])), 2.0)
+            losses.append(-float(row["advantages"]) * (weight * log_p_V[own] - expected))
+    loss = torch.stack(losses).sum() / len(losses)
+    loss.backward()
+    return float(loss.detach()), float(torch.stack([p.grad.norm() for p in model.parameters()]).norm())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_centering_gives_the_plain_loops_loss_and_gradient_on_one_and_two_ranks(
+    results: Any, plainly_centered: tuple[float, float], world_size: int
+) -> None:
+    report = results[world_size, 0]["centered"]["report"]
+    loss, grad_norm = plainly_centered
+    assert report.loss == pytest.approx(loss, abs=LOSS)
+    assert report.grad_norm == pytest.approx(grad_norm, rel=GRADIENT)
+
+
+@pytest.mark.parametrize("cut", SOME_CUTS)
+@pytest.mark.parametrize("world_size", [1, 2, FOUR])
+def test_centering_does_not_depend_on_how_rows_are_cut(results: Any, world_size: int, cut: str) -> None:
+    found = train_result([results[world_size, rank]["interface"][cut]["centered"] for rank in range(world_size)])
+    wanted = train_result([results[1, 0]["interface"]["padded 1"]["centered"]])
+    assert_within(found["loss"], wanted["loss"], bound=LOSS)
 
 
 @pytest.mark.parametrize("scenario", ["micro_batch_1", "micro_batch_3", "micro_batch_all", "dynamic", "packed"])

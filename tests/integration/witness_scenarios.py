@@ -12,7 +12,7 @@ import msgspec
 import torch
 from own_losses import HEALTHY, MISTAKEN, ChangesItsRows, Overflows, Random
 from rounding import SMOOTH_OPTIMIZER
-from tiny_groups import STEP, join, make_config, make_groups
+from tiny_groups import STEP, join, make_config, make_groups, with_tops
 from torch.distributed import FileStore
 
 from asyncrl.algorithms import loss as loss_module
@@ -22,6 +22,7 @@ from asyncrl.algorithms.presets import PRESETS
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import WitnessFailed
+from asyncrl.policy import logprobs as logprobs_module
 from asyncrl.policy import micro_batch
 from asyncrl.policy.step_loss import needs_proximal, needs_reference
 from asyncrl.policy.worker import PolicyWorker
@@ -87,7 +88,8 @@ def step(policy: PolicyWorker, name: str) -> Ratios:
 
 
 def reported(policy: PolicyWorker, name: str, data: BatchedDataDict) -> StepReport:
-    return trained_with(policy, ObjectiveLoss(objective_of(name)), data)
+    loss = ObjectiveLoss(objective_of(name))
+    return trained_with(policy, loss, with_tops(data) if loss.needs_centering else data)
 
 
 def with_equal_samples() -> BatchedDataDict:
@@ -297,6 +299,17 @@ def warmer(get_logprobs: Any) -> Any:
     return lambda self, data: BatchedDataDict(logprobs=get_logprobs(self, data)["logprobs"] * 1.01)
 
 
+def without_centering(token_terms: Any) -> Any:
+    def found(objective: Objective, *, centering_BT: torch.Tensor | None, **options: Any) -> Any:
+        return token_terms(msgspec.structs.replace(objective, centering=None), **options)
+
+    return found
+
+
+def without_rest(centering_slopes: Any) -> Any:
+    return lambda *, has_rest, **options: centering_slopes(has_rest=torch.zeros_like(has_rest), **options)
+
+
 FAULTS: Mapping[str, tuple[str, Callable[[PolicyWorker], Any]]] = {
     "a row is left out": ("counts", lambda _: replaced(PolicyWorker, "_prepared", rows_left_out)),
     "advantages are exchanged": ("advantages", lambda _: replaced(PolicyWorker, "_prepared", advantages_exchanged)),
@@ -322,10 +335,17 @@ FAULTS: Mapping[str, tuple[str, Callable[[PolicyWorker], Any]]] = {
     "the reference is trained": ("rows", reference_trained),
     "other log-probs of the start": ("rows", lambda _: replaced(PolicyWorker, "get_logprobs", warmer)),
     "tokens count as younger": ("coefficients", lambda _: replaced(PolicyWorker, "_prepared", younger)),
+    "centering is left out": ("coefficients", lambda _: replaced(loss_module, "token_terms", without_centering)),
+    "the rest of the sampler is left out": (
+        "gradient",
+        lambda _: replaced(logprobs_module, "centering_slopes", without_rest),
+    ),
 }
 """Faults by name: the check that finds each, and what plants it on a rank within a block."""
 OBJECTIVES = {
     "tokens count as younger": "a3po",
+    "centering is left out": "score_centering",
+    "the rest of the sampler is left out": "score_centering",
     "rewards are exchanged": "vapo",
     "the reference has the live weights": "grpo",
     "the reference is trained": "grpo",

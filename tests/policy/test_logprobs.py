@@ -47,7 +47,7 @@ def test_values_and_gradients_are_those_of_full_logits_however_many_chunks(chunk
     upstream_2N = torch.randn(2, len(targets_N), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     want = torch.stack(full(hidden_ND @ weight_VD.t() / 0.7, targets_N))
     want_gradients = torch.autograd.grad((want * upstream_2N).sum(), (hidden_ND, weight_VD))
-    logprobs_N, entropy_N = head_logprobs(
+    logprobs_N, entropy_N, _ = head_logprobs(
         hidden_ND, weight_VD, targets_N=targets_N, temperature=0.7, with_entropy=True, chunk_logits=chunk_logits
     )
     assert entropy_N is not None
@@ -81,7 +81,7 @@ def test_the_gradient_is_the_derivative(with_entropy: bool) -> None:
 def test_the_entropy_alone_has_its_gradient() -> None:
     hidden_ND, weight_VD, targets_N = inputs(torch.float64)
     _, want_N = full(hidden_ND @ weight_VD.t(), targets_N)
-    _, got_N = head_logprobs(hidden_ND, weight_VD, targets_N=targets_N, with_entropy=True, chunk_logits=SMALL)
+    _, got_N, _ = head_logprobs(hidden_ND, weight_VD, targets_N=targets_N, with_entropy=True, chunk_logits=SMALL)
     assert got_N is not None
     want = torch.autograd.grad(want_N.sum(), (hidden_ND, weight_VD))
     torch.testing.assert_close(torch.autograd.grad(got_N.sum(), (hidden_ND, weight_VD)), want)
@@ -92,15 +92,15 @@ def test_a_frozen_input_gets_no_gradient_and_the_other_the_same_one() -> None:
     want = torch.autograd.grad(
         head_logprobs(hidden_ND, weight_VD, targets_N=targets_N)[0].sum(), (hidden_ND, weight_VD)
     )
-    frozen_weight, _ = head_logprobs(hidden_ND, weight_VD.detach(), targets_N=targets_N)
-    frozen_hidden, _ = head_logprobs(hidden_ND.detach(), weight_VD, targets_N=targets_N)
+    frozen_weight, _, _ = head_logprobs(hidden_ND, weight_VD.detach(), targets_N=targets_N)
+    frozen_hidden, _, _ = head_logprobs(hidden_ND.detach(), weight_VD, targets_N=targets_N)
     torch.testing.assert_close(torch.autograd.grad(frozen_weight.sum(), hidden_ND)[0], want[0])
     torch.testing.assert_close(torch.autograd.grad(frozen_hidden.sum(), weight_VD)[0], want[1])
 
 
 def test_huge_logits_of_both_signs_stay_finite() -> None:
     hidden_ND, weight_VD, targets_N = inputs(torch.float32)
-    logprobs_N, entropy_N = head_logprobs(
+    logprobs_N, entropy_N, _ = head_logprobs(
         hidden_ND * 1000, weight_VD, targets_N=targets_N, with_entropy=True, chunk_logits=SMALL
     )
     assert entropy_N is not None
@@ -117,7 +117,7 @@ def test_bfloat16_inputs_are_multiplied_in_float32_and_rounded_once_on_a_cpu_wit
     hidden_ND, weight_VD, targets_N = inputs(torch.bfloat16)
     exact = [tensor.detach().float().requires_grad_() for tensor in (hidden_ND, weight_VD)]
     want_N, _ = full(exact[0] @ exact[1].t(), targets_N)
-    got_N, _ = head_logprobs(hidden_ND, weight_VD, targets_N=targets_N, chunk_logits=SMALL, bfloat16_products=False)
+    got_N, _, _ = head_logprobs(hidden_ND, weight_VD, targets_N=targets_N, chunk_logits=SMALL, bfloat16_products=False)
     assert got_N.dtype is torch.float32
     # products that were rounded to bfloat16 would have an error of 1e-2
     assert_reordered(got_N, want_N, spread=spread(8 + VOCABULARY))
@@ -181,7 +181,7 @@ def test_gradients_from_bfloat16_products_are_those_of_full_logits_within_five_p
     upstream_2N[1] *= trains_entropy
     want_2N = torch.stack(full(exact[0] @ exact[1].t() / 0.7, targets_N))
     want = torch.autograd.grad((want_2N * upstream_2N).sum(), exact)
-    logprobs_N, entropy_N = head_logprobs(
+    logprobs_N, entropy_N, _ = head_logprobs(
         hidden_ND,
         weight_VD,
         targets_N=targets_N,
@@ -234,7 +234,7 @@ def test_a_chunk_is_as_large_as_its_buffers_may_be(
     targets_N = torch.randint(2000, (100,))
     limit = 100 * 64 * 30
     with Float32Sizes() as sizes:
-        logprobs_N, entropy_N = head_logprobs(
+        logprobs_N, entropy_N, _ = head_logprobs(
             hidden_ND,
             weight_VD,
             targets_N=targets_N,
@@ -253,7 +253,7 @@ def test_a_weight_in_bfloat16_and_its_gradient_are_never_whole_in_float32(has_pr
     hidden_ND = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
     weight_VD = torch.randn(2000, 32, dtype=torch.bfloat16, requires_grad=True)
     with Float32Sizes() as sizes:
-        logprobs_N, _ = head_logprobs(
+        logprobs_N, _, _ = head_logprobs(
             hidden_ND,
             weight_VD,
             targets_N=torch.randint(2000, (16,)),
@@ -316,7 +316,7 @@ def test_a_model_gives_the_log_probs_and_every_gradient_of_its_full_logits(
         want_loss = want_loss + 0.1 * (weights_BT * want_entropy_BT).sum()
     want = torch.autograd.grad(want_loss, list(parameters.values()))
 
-    logprobs_BT, entropy_BT = model_logprobs(
+    logprobs_BT, entropy_BT, _ = model_logprobs(
         model, rows_of(input_ids_BS), temperature=temperature, with_entropy=with_entropy, chunk_logits=64 * 18
     )
     assert_reordered(logprobs_BT, want_logprobs_BT, spread=OUTPUT)
@@ -378,14 +378,14 @@ def test_a_pass_with_rounded_weights_that_fails_leaves_the_weights() -> None:
 def test_padding_does_not_move_the_log_probs_before_it() -> None:
     model = tiny_qwen3(tied=True)
     input_ids_BS = torch.randint(1, VOCABULARY, (1, 5), generator=torch.Generator().manual_seed(2))
-    alone_BT, _ = model_logprobs(model, rows_of(input_ids_BS), temperature=1.0, with_entropy=False)
+    alone_BT, _, _ = model_logprobs(model, rows_of(input_ids_BS), temperature=1.0, with_entropy=False)
     padded_BS = torch.nn.functional.pad(input_ids_BS, (0, 3))
-    padded_BT, _ = model_logprobs(model, rows_of(padded_BS), temperature=1.0, with_entropy=False)
+    padded_BT, _, _ = model_logprobs(model, rows_of(padded_BS), temperature=1.0, with_entropy=False)
     assert_reordered(padded_BT[:, :4], alone_BT, spread=OUTPUT)
 
 
 def test_a_row_of_one_token_has_no_next_token() -> None:
-    logprobs_BT, entropy_BT = model_logprobs(
+    logprobs_BT, entropy_BT, _ = model_logprobs(
         tiny_qwen3(tied=True), rows_of(torch.ones(2, 1, dtype=torch.long)), temperature=1.0, with_entropy=True
     )
     assert entropy_BT is not None

@@ -48,7 +48,9 @@ def on_policy(key: int, lengths: tuple[int, ...]) -> BatchedDataDict:
     """Returns a group that was sampled from the model. Every sample has another advantage."""
     data = make_group(key, lengths=lengths)
     with torch.no_grad():
-        logprobs, _ = model_logprobs(model(), rows_of(data["input_ids"]), temperature=TEMPERATURE, with_entropy=False)
+        logprobs, _, _ = model_logprobs(
+            model(), rows_of(data["input_ids"]), temperature=TEMPERATURE, with_entropy=False
+        )
     data["generation_logprobs"] = aligned(logprobs)
     data["advantages"] = torch.tensor([1.0, -2.0, 0.5])[: data.size, None].expand_as(data["input_ids"])
     return data
@@ -119,7 +121,7 @@ def test_an_episode_with_branches_counts_once_and_has_one_ratio() -> None:
     data["token_mask"][torch.arange(2), starts_B] = 0  # the first token of a branch is read
     found = outcome(ObjectiveLoss(PRESETS["gspo"].objective), data)
     with torch.no_grad():
-        logprobs_BT, _ = model_logprobs(
+        logprobs_BT, _, _ = model_logprobs(
             model(),
             rows_of(data["input_ids"], branch_ids_BS=data[BRANCH]),
             temperature=TEMPERATURE,
@@ -142,7 +144,7 @@ def with_supports(data: BatchedDataDict) -> BatchedDataDict:
     ids_BS = data["input_ids"]
     data[SUPPORT] = torch.stack([ids_BS, (ids_BS + 1) % VOCABULARY, (ids_BS + 2) % VOCABULARY], dim=-1).int()
     with torch.no_grad():
-        logprobs, _ = model_logprobs(
+        logprobs, _, _ = model_logprobs(
             model(), rows_of(ids_BS, support_BSK=data[SUPPORT]), temperature=TEMPERATURE, with_entropy=False
         )
     data["generation_logprobs"] = aligned(logprobs)

@@ -6,6 +6,7 @@ from rounding import GRADIENT, OUTPUT, assert_reordered, spread
 from tiny_groups import rows_of
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from asyncrl.data.specs import SUPPORT
 from asyncrl.policy.logprobs import head_logprobs, model_logprobs
 from asyncrl.ranks.packed import ATTENTION, PackedRows
 
@@ -64,7 +65,7 @@ def test_values_and_gradients_are_those_of_the_supports_logits(chunk_logits: int
     upstream_2N = torch.randn(2, TOKENS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     want = torch.stack(plain(hidden_ND @ weight_VD.t() / 0.7, targets_N, support_NK))
     want_gradients = torch.autograd.grad((want * upstream_2N).sum(), (hidden_ND, weight_VD))
-    logprobs_N, entropy_N = head_logprobs(
+    logprobs_N, entropy_N, _ = head_logprobs(
         hidden_ND,
         weight_VD,
         targets_N=targets_N,
@@ -105,7 +106,7 @@ def test_the_gradient_is_the_derivative(with_entropy: bool) -> None:
 def test_a_token_without_a_support_is_0_and_moves_no_weight() -> None:
     hidden_ND, weight_VD = inputs(torch.float32)
     targets_N, support_NK = supports()
-    logprobs_N, entropy_N = head_logprobs(
+    logprobs_N, entropy_N, _ = head_logprobs(
         hidden_ND, weight_VD, targets_N=targets_N, support_NK=support_NK, with_entropy=True
     )
     assert entropy_N is not None
@@ -121,7 +122,7 @@ def test_a_support_of_all_tokens_is_the_whole_softmax() -> None:
     every_NK = torch.arange(VOCABULARY).expand(TOKENS, -1)
     want = head_logprobs(hidden_ND, weight_VD, targets_N=targets_N, with_entropy=True)
     got = head_logprobs(hidden_ND, weight_VD, targets_N=targets_N, support_NK=every_NK, with_entropy=True)
-    for got_N, want_N in zip(got, want, strict=True):
+    for got_N, want_N in zip(got[:2], want[:2], strict=True):
         assert got_N is not None
         assert want_N is not None
         assert_reordered(got_N, want_N, spread=spread(8 + VOCABULARY))
@@ -135,7 +136,7 @@ def test_bfloat16_inputs_give_float32_values_and_gradients_of_their_own_dtype(
     targets_N, support_NK = supports()
     exact = [tensor.detach().float().requires_grad_() for tensor in (hidden_ND, weight_VD)]
     want_N, _ = plain(exact[0] @ exact[1].t(), targets_N, support_NK)
-    got_N, _ = head_logprobs(
+    got_N, _, _ = head_logprobs(
         hidden_ND, weight_VD, targets_N=targets_N, support_NK=support_NK, bfloat16_products=has_products
     )
     assert got_N.dtype is torch.float32
@@ -190,7 +191,7 @@ def test_a_model_gives_them_for_padded_and_packed_rows(packed: bool) -> None:
     )
     if packed:
         made.set_attn_implementation(ATTENTION)
-    logprobs_BT, entropy_BT = model_logprobs(
+    logprobs_BT, entropy_BT, _ = model_logprobs(
         made,
         rows_of(tokens_BS, packed_lengths_B=lengths_B if packed else None, support_BSK=support_BSK),
         temperature=0.8,
@@ -211,8 +212,7 @@ def test_a_model_gives_them_for_padded_and_packed_rows(packed: bool) -> None:
 def test_packed_rows_share_what_has_the_same_support() -> None:
     tokens_BS, lengths_B, support_BSK = rows()
     shared = len(tokens_BS.flatten()) - sum(8 - length for length in LENGTHS)
-    with_supports = PackedRows.of(tokens_BS, lengths_B=lengths_B, support_BSC=support_BSK)
-    assert with_supports.support_NC is not None
-    assert with_supports.support_NC.shape == (with_supports.input_ids_1N.shape[1], TOP_K)
+    with_supports = PackedRows.of(tokens_BS, lengths_B=lengths_B, wide={SUPPORT: support_BSK})
+    assert with_supports.wide[SUPPORT].shape == (with_supports.input_ids_1N.shape[1], TOP_K)
     without = PackedRows.of(tokens_BS, lengths_B=lengths_B)
     assert without.input_ids_1N.shape[1] < with_supports.input_ids_1N.shape[1] < shared

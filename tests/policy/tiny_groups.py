@@ -1,7 +1,8 @@
 """A random tiny Qwen3, and groups with chosen properties: uneven lengths, an empty completion, a masked sample."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import BRANCH, NO_VERSION, SUPPORT
+from asyncrl.data.specs import BRANCH, NO_TOKEN, NO_VERSION, SUPPORT, TOP_IDS, TOP_LOGPROBS
 
 if TYPE_CHECKING:
     from asyncrl.ranks.model_rows import ModelRows
@@ -104,6 +105,17 @@ def join(groups: Sequence[BatchedDataDict]) -> BatchedDataDict:
     return BatchedDataDict.from_batches(groups, pad_value_dict={"weight_versions": NO_VERSION})
 
 
+def with_tops(data: BatchedDataDict, *, listed: int = 4) -> BatchedDataDict:
+    """Returns the rows with columns of most likely tokens: random ones, with random log-probs."""
+    draw, shape = torch.Generator().manual_seed(17), data["input_ids"].shape
+    ids_BSL = torch.rand(*shape, VOCABULARY, generator=draw).argsort(-1)[..., :listed].int()
+    logprobs_BSL = torch.randn(*shape, listed + 1, generator=draw).log_softmax(-1)[..., :listed]
+    not_sampled_BS1 = (data["token_mask"] == 0).unsqueeze(-1)
+    tops = {TOP_IDS: (ids_BSL, NO_TOKEN), TOP_LOGPROBS: (logprobs_BSL, 0)}
+    columns = {name: column.masked_fill(not_sampled_BS1, fill) for name, (column, fill) in tops.items()}
+    return BatchedDataDict({**data, **columns})
+
+
 def make_batch() -> BatchedDataDict:
     return join(make_groups())
 
@@ -114,6 +126,7 @@ def rows_of(
     packed_lengths_B: torch.Tensor | None = None,
     support_BSK: torch.Tensor | None = None,
     branch_ids_BS: torch.Tensor | None = None,
+    tops: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> "ModelRows":
     """Returns rows for a pass of a model. They are packed if they have lengths."""
     from asyncrl.ranks.model_rows import ModelRows  # imports transformers
@@ -123,6 +136,7 @@ def rows_of(
         "input_lengths": packed_lengths_B,
         SUPPORT: support_BSK,
         BRANCH: branch_ids_BS,
+        **tops,
     }
     batch = BatchedDataDict({name: column for name, column in columns.items() if column is not None})
-    return ModelRows.of(batch, packed=packed_lengths_B is not None, with_supports=True)
+    return ModelRows.of(batch, packed=packed_lengths_B is not None, with_wide=True)

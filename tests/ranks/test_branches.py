@@ -7,7 +7,7 @@ from tiny_groups import rows_of
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import BRANCH, SUPPORT
+from asyncrl.data.specs import BRANCH, SUPPORT, TOP_IDS, TOP_LOGPROBS
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.policy.micro_batch import _logits
 from asyncrl.ranks.batching import row_lengths, tokens_passed
@@ -56,29 +56,33 @@ def supports(ids: torch.Tensor) -> torch.Tensor:
 def columns(
     model: PreTrainedModel, ids_BS: torch.Tensor, *, packed_lengths_B: torch.Tensor | None, of_branches: bool
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Returns log-probs, entropies and log-probs among supports of all next tokens of all branches, [tokens, 3], and
-    the gradients of a weighted sum of them."""
+    """Returns log-probs, entropies, log-probs among supports and centering of all next tokens of all branches,
+    [tokens, 4], and the gradients of a weighted sum of them."""
     numbers_BS = rows()[BRANCH] if of_branches else None
     options = {"packed_lengths_B": packed_lengths_B, "branch_ids_BS": numbers_BS}
-    plain_BT, entropy_BT = model_logprobs(model, rows_of(ids_BS, **options), temperature=0.8, with_entropy=True)
+    plain_BT, entropy_BT, _ = model_logprobs(model, rows_of(ids_BS, **options), temperature=0.8, with_entropy=True)
     supported = rows_of(ids_BS, support_BSK=supports(ids_BS), **options)
-    supported_BT, _ = model_logprobs(model, supported, temperature=0.8, with_entropy=False)
+    supported_BT, _, _ = model_logprobs(model, supported, temperature=0.8, with_entropy=False)
+    tops = {TOP_IDS: supports(ids_BS), TOP_LOGPROBS: torch.tensor([-0.5, -3.0]).expand(*ids_BS.shape, 2)}
+    centered = rows_of(ids_BS, tops=tops, **options)
+    *_, centering_BT = model_logprobs(model, centered, temperature=0.8, with_entropy=False, centered_kernel=(0.0, 2.0))
     assert entropy_BT is not None
-    found_BT3 = torch.stack((plain_BT, entropy_BT, supported_BT), dim=-1)
+    assert centering_BT is not None
+    found_BT4 = torch.stack((plain_BT, entropy_BT, supported_BT, centering_BT), dim=-1)
     picked = []
     place = 0
     for row, branches in enumerate(BRANCHES):
         at = 0
         for branch in branches:
             if of_branches:
-                picked.append(found_BT3[row, at : at + len(branch) - 1])
-                assert not found_BT3[row, at - 1].any() or at == 0, "nothing predicts the first token of a branch"
+                picked.append(found_BT4[row, at : at + len(branch) - 1])
+                assert not found_BT4[row, at - 1].any() or at == 0, "nothing predicts the first token of a branch"
                 at += len(branch)
             else:
-                picked.append(found_BT3[place, : len(branch) - 1])
+                picked.append(found_BT4[place, : len(branch) - 1])
                 place += 1
     if of_branches:
-        assert not found_BT3[1, len(BRANCHES[1][0]) - 1 :].any(), "padding has no value"
+        assert not found_BT4[1, len(BRANCHES[1][0]) - 1 :].any(), "padding has no value"
     values = torch.cat(picked)
     weights = torch.randn(values.shape, generator=torch.Generator().manual_seed(1)) / len(values)
     return values.detach(), list(torch.autograd.grad((values * weights).sum(), list(model.parameters())))

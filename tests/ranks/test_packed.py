@@ -41,7 +41,7 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
 def packed_logprobs(model: PreTrainedModel, tokens_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
     model.set_attn_implementation(ATTENTION)
     packed = rows_of(tokens_BS, packed_lengths_B=lengths_B)
-    logprobs_BT, _ = model_logprobs(model, packed, temperature=0.8, with_entropy=True)
+    logprobs_BT, _, _ = model_logprobs(model, packed, temperature=0.8, with_entropy=True)
     return logprobs_BT
 
 
@@ -86,7 +86,7 @@ def test_without_boundaries_it_is_causal_attention_over_padded_rows(model: PreTr
     tokens_BS, lengths_B = rows()
     want_BT = alone(model, tokens_BS, lengths_B).detach()
     model.set_attn_implementation(ATTENTION)
-    got_BT, _ = model_logprobs(model, rows_of(tokens_BS), temperature=0.8, with_entropy=False)
+    got_BT, _, _ = model_logprobs(model, rows_of(tokens_BS), temperature=0.8, with_entropy=False)
     inside_BT = torch.arange(8) < (lengths_B - 1).unsqueeze(1)
     assert_reordered(got_BT[inside_BT], want_BT[inside_BT], spread=OUTPUT)
 

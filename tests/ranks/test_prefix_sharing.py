@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.data.specs import SUPPORT, TOP_LOGPROBS
 from asyncrl.ranks.prefixes import SharedPrefixes, shared_prefixes
 
 
@@ -45,9 +46,13 @@ def test_tokens_with_other_supports_are_not_shared() -> None:
     rows = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3]])
     support_BSK = torch.tensor([[[-1, -1], [2, 5], [3, 4]], [[-1, -1], [2, 5], [3, 9]], [[-1, -1], [2, 6], [3, 9]]])
     lengths = torch.tensor([3, 3, 3])
-    assert shared_prefixes(rows, lengths, support_BSK) == SharedPrefixes(leaders=[0, 0, 0], tokens=[0, 1, 1])
-    assert shared_prefixes(rows[:2], lengths[:2], support_BSK[:2]).tokens == [0, 2]
-    assert shared_prefixes(rows[:2], lengths[:2], support_BSK[[0, 0]]).tokens == [0, 3]
+    wide = {SUPPORT: support_BSK}
+    assert shared_prefixes(rows, lengths, wide) == SharedPrefixes(leaders=[0, 0, 0], tokens=[0, 1, 1])
+    assert shared_prefixes(rows[:2], lengths[:2], {SUPPORT: support_BSK[:2]}).tokens == [0, 2]
+    equal = {SUPPORT: support_BSK[[0, 0]]}
+    assert shared_prefixes(rows[:2], lengths[:2], equal).tokens == [0, 3]
+    top_BSK = torch.tensor([[[0.0], [-1.0], [-1.0]], [[0.0], [-1.0], [-2.0]]])
+    assert shared_prefixes(rows[:2], lengths[:2], {**equal, TOP_LOGPROBS: top_BSK}).tokens == [0, 2]
 
 
 @pytest.mark.parametrize(

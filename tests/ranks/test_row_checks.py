@@ -42,6 +42,7 @@ def test_rows_of_the_tests_and_no_rows_are_fine() -> None:
     check_rows(changed(support_ids=masked_BSK), vocabulary=VOCABULARY)
     scored = {name: make_batch()[name] for name in ("input_ids", "input_lengths")}
     check_rows(BatchedDataDict(scored, support_ids=masked_BSK), vocabulary=VOCABULARY)
+    check_rows(changed(top_ids=own_supports(), top_logprobs=torch.zeros(own_supports().shape)), vocabulary=VOCABULARY)
     check_rows(BatchedDataDict(), vocabulary=VOCABULARY)
     check_rows(make_batch().slice(0, 0), vocabulary=VOCABULARY)
 
@@ -105,6 +106,19 @@ WRONG = {
     "a support without the token": (
         changed(support_ids=own_supports() * 0 - 1),
         r"support_ids\[0, \d+\] does not contain the token \d+ of input_ids, which token_mask marks",
+    ),
+    "one most likely token a token": (
+        changed(top_ids=make_batch()["input_ids"].int()),
+        r"top_ids has shape \[12, 13\]; it must be \[B, S, K\]",
+    ),
+    "most likely tokens of floats": (changed(top_ids=own_supports().float()), "top_ids has dtype torch.float32"),
+    "a most likely token beyond the vocabulary": (
+        changed(top_ids=own_supports() + VOCABULARY),
+        rf"top_ids\[0, 0, 1\] is .* it must be from -1 to {VOCABULARY - 1}, because -1 is padding",
+    ),
+    "most likely tokens without log-probs": (
+        changed(top_ids=own_supports(), top_logprobs=torch.zeros(12, 13, 1)),
+        r"top_ids has shape \[12, 13, 2\] and top_logprobs has \[12, 13, 1\]; they must have a log-prob for each id",
     ),
     "a list": (changed(advantages=[0.0] * 12), "advantages is a list; it must be a tensor"),
 }

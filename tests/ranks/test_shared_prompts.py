@@ -78,7 +78,7 @@ def results(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Returns log-probs and entropies [B, T, 2], 0 beyond the rows, and the gradients of a weighted sum of them."""
     rows = rows_of(tokens_BS, packed_lengths_B=lengths_B if in_packs else None)
-    logprobs_BT, entropy_BT = model_logprobs(model, rows, temperature=0.8, with_entropy=True)
+    logprobs_BT, entropy_BT, _ = model_logprobs(model, rows, temperature=0.8, with_entropy=True)
     assert entropy_BT is not None
     inside_BT = torch.arange(tokens_BS.shape[1] - 1) < (lengths_B - 1).unsqueeze(1)
     both_BTC = torch.stack((logprobs_BT, entropy_BT), dim=-1) * inside_BT.unsqueeze(-1)
@@ -87,7 +87,7 @@ def results(
 
 
 def without_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(input_ids_BS: torch.Tensor, lengths_B: torch.Tensor, support_BSK: None) -> SharedPrefixes:
+    def nothing(input_ids_BS: torch.Tensor, lengths_B: torch.Tensor, wide: object) -> SharedPrefixes:
         return SharedPrefixes(leaders=list(range(len(lengths_B))), tokens=[0] * len(lengths_B))
 
     monkeypatch.setattr(packed, "shared_prefixes", nothing)

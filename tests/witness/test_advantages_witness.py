@@ -14,11 +14,12 @@ from asyncrl.algorithms.returns import discounted_returns, gae, kl_estimate, len
 from asyncrl.config.schema import Config
 from asyncrl.witness.advantages import (
     Scored,
-    adaptive_lambda,
+    TokenColumns,
     discounted,
     equal_groups,
     generalised,
     of_samples,
+    of_tokens,
     shaped,
     token_rewards,
 )
@@ -128,7 +129,10 @@ def test_advantages_of_tokens_are_those_of_the_tensors(seed: int) -> None:
     assert targets == pytest.approx(trained(of_vtrace.returns_BS), **CLOSE)
     returns = discounted_returns(row(rewards), mask, gamma=gamma)
     assert discounted(rewards, gamma) == pytest.approx(trained(returns), **CLOSE)
-    assert adaptive_lambda(tokens, 0.3) == pytest.approx(float(length_adaptive_lambda(mask, alpha=0.3)[0]), **CLOSE)
+    rule = {"name": "gae", "kl": None, "gamma": gamma, "lam": lam, "value_lam": 1.0, "length_alpha": 0.3}
+    own, _ = of_tokens(rule, 2.0, TokenColumns(policy=[0.0] * tokens, values=values))
+    adapted = float(length_adaptive_lambda(mask, alpha=0.3)[0])
+    assert own == pytest.approx(generalised([0.0] * (tokens - 1) + [2.0], values, gamma, adapted), **CLOSE)
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])

@@ -79,6 +79,10 @@ def objectives() -> Iterator[tuple[str, Objective]]:
         for kind in ("k2", "abs", "entropy"):
             penalty = Penalty(beta=0.3, kind=kind, tokens=choice)
             yield f"penalty {kind} of {choice.order} tokens", changed(penalties=(penalty,))
+    yield (
+        "centered without a ratio",
+        Objective(surrogate=Reinforce(), centering="score", aggregation=Aggregation.SEQUENCE_MEAN),
+    )
     yield "interpolated", Objective(surrogate=Clipped(), weight=Weight(hi=1.2), proximal="interpolated")
 
 
@@ -103,22 +107,25 @@ def rows(seed: int) -> BatchedDataDict:
         staleness=torch.randint(0, 4, (ROWS, TOKENS), generator=draw),
         group_ids=torch.tensor([0, 0, 0, 1, 1, 1]),
         rewards=torch.randn(ROWS, generator=draw),
+        **dict.fromkeys(("top_ids", "top_logprobs"), torch.zeros(ROWS, TOKENS, 1)),
     )
     return with_shares(data)
 
 
-def by_autograd(objective: Objective, data: BatchedDataDict) -> tuple[torch.Tensor, torch.Tensor]:
+def by_autograd(objective: Objective, data: BatchedDataDict) -> list[torch.Tensor]:
     logprobs_BT = data["current"][:, 1:].clone().requires_grad_()
-    entropy_BT = torch.ones_like(logprobs_BT).requires_grad_()
+    entropy_BT, centering_BT = (torch.ones_like(logprobs_BT).requires_grad_() for _ in range(2))
     loss, _ = ObjectiveLoss(objective)(
         data=data,
         global_valid_seqs=data["sample_mask"].sum(),
         global_valid_toks=(data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(1)).sum(),
         next_token_logprobs=logprobs_BT,
         next_token_entropies=entropy_BT,
+        next_token_centering=centering_BT,
     )
-    slopes = torch.autograd.grad(loss, (logprobs_BT, entropy_BT), allow_unused=True, materialize_grads=True)
-    return slopes[0].double(), slopes[1].double()
+    outputs = (logprobs_BT, entropy_BT, centering_BT)
+    slopes = torch.autograd.grad(loss, outputs, allow_unused=True, materialize_grads=True)
+    return [each.double() for each in slopes]
 
 
 def with_choices(objective: Objective, data: BatchedDataDict) -> Objective:
@@ -172,7 +179,7 @@ def test_the_derivatives_are_those_of_the_tensors(objective: Objective) -> None:
         data = rows(seed)
         used = with_choices(objective, data)
         axes = msgspec.to_builtins(used)
-        by_logprob_BT, by_entropy_BT = by_autograd(used, data)
+        by_logprob_BT, by_entropy_BT, by_centering_BT = by_autograd(used, data)
         scale, counts = float(by_logprob_BT.abs().max()), counts_of(data)
         acts = acts or scale > 0
         for row in range(ROWS):
@@ -181,5 +188,6 @@ def test_the_derivatives_are_those_of_the_tensors(objective: Objective) -> None:
                 continue
             found = derivatives(axes, sample_of(data, row, mask_T), counts)
             assert found.logprobs == pytest.approx(by_logprob_BT[row][mask_T].tolist(), abs=1e-6 * scale), (seed, row)
+            assert found.centering == pytest.approx(by_centering_BT[row][mask_T].tolist(), rel=1e-6), (seed, row)
             assert found.entropies == pytest.approx(by_entropy_BT[row][mask_T].tolist(), rel=1e-6), (seed, row)
     assert acts, "the objective has no gradient in any batch"

@@ -1,19 +1,29 @@
-"""A plain pass gives the log-probs of a pass of packed rows, and its stated slopes give the gradient of autograd."""
+"""A plain pass gives the log-probs of a pass of packed rows, and its stated slopes give the gradient of autograd, also
+with centering."""
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
-from tiny_groups import VOCABULARY, make_model, rows_of
+from tiny_groups import VOCABULARY, make_model, with_tops
 from transformers import AutoModelForCausalLM
 
+from asyncrl.algorithms.objective import Objective, Reinforce, centered_kernel
+from asyncrl.algorithms.presets import PRESETS
+from asyncrl.data.batched_data_dict import BatchedDataDict
+from asyncrl.data.specs import SUPPORT, TOP_IDS, TOP_LOGPROBS
 from asyncrl.policy.logprobs import model_logprobs
+from asyncrl.ranks.model_rows import ModelRows
 from asyncrl.ranks.packed import ATTENTION
+from asyncrl.ranks.witnessed import listed_tops
+from asyncrl.witness.objective import Derivatives
 from asyncrl.witness.plain_pass import plain_attention, plain_pass
 
 TEMPERATURE = 0.7
 ROWS = [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 9], [30, 31, 32, 33, 34]]
 CPU = torch.device("cpu")
+OBJECTIVES = [Objective(surrogate=Reinforce(), centering="score"), PRESETS["score_centering"].objective]
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +47,13 @@ def supports() -> list[list[list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("with_supports", [False, True])
-def test_a_row_alone_has_its_log_probs_and_its_gradient(folder: Path, with_supports: bool) -> None:
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=["alone", "with a cap"])
+@pytest.mark.parametrize("supported", [None, 4, 6], ids=["all tokens", "a part of the support listed", "all listed"])
+def test_a_row_alone_has_its_log_probs_and_its_gradient(
+    folder: Path, supported: int | None, objective: Objective
+) -> None:
     width, chosen = max(map(len, ROWS)), supports()
+    torch.manual_seed(2)
     ids = torch.tensor([row + [0] * (width - len(row)) for row in ROWS])
     lengths = torch.tensor([len(row) for row in ROWS])
     support = torch.full((len(ROWS), width, 6), -1)
@@ -47,13 +61,26 @@ def test_a_row_alone_has_its_log_probs_and_its_gradient(folder: Path, with_suppo
         for t, tokens in enumerate(row):
             support[b, t + 1, : len(tokens)] = torch.tensor(tokens)
     fast = loaded(folder, ATTENTION)
-    rows = rows_of(ids, packed_lengths_B=lengths, support_BSK=support if with_supports else None)
-    logprobs, entropies = model_logprobs(fast, rows, temperature=TEMPERATURE, with_entropy=True)  # type: ignore[arg-type]
+    data = with_tops(BatchedDataDict(input_ids=ids, input_lengths=lengths, token_mask=torch.ones(ids.shape)))
+    if supported is not None:
+        listed = support[..., :supported]
+        log_q = torch.randn(listed.shape).masked_fill(listed < 0, -torch.inf).log_softmax(-1) - 0.1 * (supported < 6)
+        data |= {SUPPORT: support, TOP_IDS: listed, TOP_LOGPROBS: log_q.masked_fill(listed < 0, 0.0)}
+    rows = ModelRows.of(data, packed=True, with_wide=True)
+    logprobs, entropies, centering = model_logprobs(
+        fast,  # type: ignore[arg-type]
+        rows,
+        temperature=TEMPERATURE,
+        with_entropy=True,
+        centered_kernel=centered_kernel(objective),
+    )
     assert entropies is not None
+    assert centering is not None
     draw = torch.Generator().manual_seed(1)
-    by_logprob, by_entropy = (torch.randn(logprobs.shape, generator=draw) for _ in range(2))
+    by_logprob, by_entropy, by_centering = (torch.randn(logprobs.shape, generator=draw) for _ in range(3))
     inside = torch.arange(width - 1) < (lengths - 1).unsqueeze(1)
-    ((by_logprob * logprobs + by_entropy * entropies) * inside).sum().backward()  # type: ignore[no-untyped-call]
+    summed = by_logprob * logprobs + by_entropy * entropies + by_centering * centering
+    (summed * inside).sum().backward()  # type: ignore[no-untyped-call]
     plain = loaded(folder, "sdpa")
     with plain_attention(plain, longest=8):
         for b, row in enumerate(ROWS):
@@ -62,9 +89,12 @@ def test_a_row_alone_has_its_log_probs_and_its_gradient(folder: Path, with_suppo
                 row,
                 temperature=TEMPERATURE,
                 device=CPU,
-                supports=chosen[b] if with_supports else None,
-                by_logprob=by_logprob[b, : len(row) - 1].tolist(),
-                by_entropy=by_entropy[b, : len(row) - 1].tolist(),
+                supports=None if supported is None else chosen[b],
+                slopes=Derivatives(
+                    *(each[b, : len(row) - 1].tolist() for each in (by_logprob, by_entropy, by_centering))
+                ),
+                axes=msgspec.to_builtins(objective),
+                tops=listed_tops({name: rows[b] for name, rows in data.items()}, slice(1, len(row))),
             )
             assert found == pytest.approx(logprobs[b, : len(row) - 1].tolist(), abs=1e-5)
     assert plain.config._attn_implementation == "sdpa"
