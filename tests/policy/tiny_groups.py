@@ -10,7 +10,7 @@ import torch
 
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import BRANCH, NO_TOKEN, NO_VERSION, SUPPORT, TOP_IDS, TOP_LOGPROBS
+from asyncrl.data.specs import BRANCH, NO_TOKEN, NO_VERSION, SUPPORT, TOP_IDS, TOP_LOGPROBS, WIDE_FIELDS
 
 if TYPE_CHECKING:
     from asyncrl.ranks.model_rows import ModelRows
@@ -148,4 +148,4 @@ def rows_of(
         **tops,
     }
     batch = BatchedDataDict({name: column for name, column in columns.items() if column is not None})
-    return ModelRows.of(batch, packed=packed_lengths_B is not None, with_wide=True)
+    return ModelRows.of(batch, packed=packed_lengths_B is not None, wide=WIDE_FIELDS)
