@@ -81,6 +81,7 @@ def check_algorithm(config: Config) -> list[str]:
             violations += _pooled(config, objective, advantage)
             warnings += _pulls_twice(config, objective)
         warnings += _warnings(config, objective)
+        warnings += _unread(config, objective)
     if violations:
         raise ConfigError("\n".join(violations))
     return warnings
@@ -126,6 +127,15 @@ def _uncentered(config: Config, objective: Objective) -> Iterator[str]:
             f"generator.logprobs is unset: {_loss_in_words(config.algorithm)} has centering = {objective.centering}, "
             "which reads the sampler's most likely tokens; set generator.logprobs, for example to 16, or "
             "algorithm.overrides.centering to null"
+        )
+
+
+def _unread(config: Config, objective: Objective) -> Iterator[str]:
+    if objective.centering is None and config.generator.logprobs is not None:
+        yield (
+            f"generator.logprobs = {config.generator.logprobs}: {_loss_in_words(config.algorithm)} has no centering "
+            f"and does not read the sampler's most likely tokens, whose {8 * config.generator.logprobs} bytes a token "
+            "have no effect; unset generator.logprobs, or set algorithm.loss to score_centering"
         )
 
 

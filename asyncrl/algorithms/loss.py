@@ -111,6 +111,7 @@ class ObjectiveLoss:
                 "a loss was called without data, global_valid_seqs or global_valid_toks: pass all three, as "
                 "asyncrl.algorithms.interfaces.LossFunction describes"
             )
+        self._check_columns(data)
         given = {"next_token_logits": next_token_logits, "next_token_logprobs": next_token_logprobs}
         self.check_precision({**data, **{name: value for name, value in given.items() if value is not None}})
         if next_token_logits is not None:
@@ -118,11 +119,13 @@ class ObjectiveLoss:
             next_token_entropies = entropy(next_token_logits) if self.needs_entropy else None
             if self.needs_centering:
                 next_token_centering = centering(self.objective, next_token_logits, data)
-        needed = {"entropy": self.needs_entropy, "centering": self.needs_centering}
-        lacks = {"entropy": next_token_entropies is None, "centering": next_token_centering is None}
-        if next_token_logprobs is None or any(needed[name] and lacks[name] for name in needed):
+        lacks = ["next_token_entropies"] if self.needs_entropy and next_token_entropies is None else []
+        lacks += ["next_token_centering"] if self.needs_centering and next_token_centering is None else []
+        if next_token_logprobs is None:
+            lacks = [f"next_token_{self.input_type.value}s"]
+        if next_token_logprobs is None or lacks:
             raise TypeError(
-                f"this loss was called without next_token_{self.input_type.value}s: pass them, as "
+                f"this loss was called without {' and '.join(lacks)}: pass what is missing, or logits, as "
                 "asyncrl.algorithms.interfaces.LossFunction describes"
             )
         # converted once here: if each use converted it, the gradients of the uses would be added in half precision
@@ -187,6 +190,14 @@ class ObjectiveLoss:
                     "float32 (logits.float() before log_softmax), or choose a loss whose level and pools are `token`"
                 )
 
+    def _check_columns(self, data: BatchedDataDict) -> None:
+        if missing := sorted(self.columns - set(data)):
+            hints = [hint for name, hint in _HINTS.items() if name in missing]
+            raise RunError(
+                f"algorithm.loss reads {', '.join(missing)}, but the rows do not have them; add these columns"
+                f"{''.join(hints)}"
+            )
+
     def terms(
         self,
         data: BatchedDataDict,
@@ -197,12 +208,7 @@ class ObjectiveLoss:
     ) -> TokenTerms:
         """Returns the loss of every token before the aggregation, all penalties but `positive_nll` included. Also
         returns the part of it that the advantage multiplies, and which tokens are clipped or gated."""
-        if missing := sorted(self.columns - set(data)):
-            hints = [hint for name, hint in _HINTS.items() if name in missing]
-            raise RunError(
-                f"algorithm.loss reads {', '.join(missing)}, but the rows do not have them; add these columns"
-                f"{''.join(hints)}"
-            )
+        self._check_columns(data)
         return token_terms(
             self.objective,
             logprobs_BT=logprobs_BT,
@@ -290,9 +296,7 @@ def gather_logprobs(logits_BSV: torch.Tensor, *, input_ids_BS: torch.Tensor) -> 
 
 def centering(objective: Objective, logits_BSV: torch.Tensor, data: BatchedDataDict) -> torch.Tensor:
     """Returns the centering of the tokens 1 to S − 1 (`Objective.centering`), [B, T]. Differentiable. Reads `top_ids`
-    and `top_logprobs` [B, S, L]."""
-    if TOP_IDS not in data or TOP_LOGPROBS not in data:
-        return logits_BSV.new_zeros(logits_BSV.shape[0], logits_BSV.shape[1] - 1)  # `terms` raises the error
+    and `top_logprobs` [B, S, L]. The softmax is over all logits: the column `support_ids` is not read."""
     logits_BTV = wide(logits_BSV[:, :-1])
     ids_BTL, log_q_BTL = data[TOP_IDS][:, 1:].long(), data[TOP_LOGPROBS][:, 1:]
     listed_BTL = ids_BTL >= 0

@@ -2,8 +2,9 @@
 
     L = Σ_t a_t · [ W_t · K_t · S(u_t, A_t, lp_t) + A_t · C_t + Σ_j β_j · P_j(t) ]
 
-lp is the log-prob of a token under the weights that are trained. It is the only differentiable quantity. A is the
-token's advantage. The log-probs of three other policies are data:
+lp is the log-prob of a token under the weights that are trained. It is the only differentiable quantity, with the
+log-probs of other tokens at its place, which C and the entropy read. A is the token's advantage. The log-probs of three
+other policies are data:
 
 - `proximal`: the log-prob under the weights at the start of the step.
 - `behaviour`: the log-prob that the sampler recorded.

@@ -26,6 +26,7 @@ from asyncrl.config.schema import (
     HELDOUT,
     NODE,
     WATCHED_DEADLINE,
+    WIDTH_KEYS,
     Config,
     DatasetSection,
     GeneratorSection,
@@ -176,8 +177,8 @@ def _step_shape(config: Config) -> Iterator[str]:
 
 
 def _or_narrower_rows(config: Config) -> str:
-    keys = {"support_ids": "generator.top_k", "top_ids": "generator.logprobs"}
-    return "".join(f", or lower {keys[name]}" for name in config.widths if name in keys)
+    keys = dict.fromkeys(WIDTH_KEYS[name] for name in config.widths)
+    return "".join(f", or lower generator.{key}" for key in keys)
 
 
 def _or_fewer_branches(config: Config) -> str:

@@ -78,6 +78,10 @@ HELDOUT = "heldout"
 NODE = "node"
 """Value of `metrics.host` for the Ray address of each process, by which other nodes of the cluster reach it."""
 
+WIDTH_KEYS = {"support_ids": "top_k", "top_ids": "logprobs", "top_logprobs": "logprobs"}
+"""The columns that have several numbers for each token (`asyncrl.data.specs.WIDE_FIELDS`), and the key of the section
+`generator` that says how many."""
+
 BRANCHES_OF_AGENTS = 8
 """Default of `environment.max_branches` for agents."""
 
@@ -1056,9 +1060,8 @@ class Config(Section):
     def widths(self) -> dict[str, int]:
         """The columns of this run's rows that have several numbers for each token, and how many: the support of a
         token, and the most likely tokens with their log-probs."""
-        top_k, tops = self.generator.top_k, self.generator.logprobs
-        found = {"support_ids": top_k, "top_ids": tops, "top_logprobs": tops}
-        return {name: width for name, width in found.items() if width is not None}
+        widths = {name: getattr(self.generator, key) for name, key in WIDTH_KEYS.items()}
+        return {name: width for name, width in widths.items() if width is not None}
 
     @property
     def most_branches(self) -> int:

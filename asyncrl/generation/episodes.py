@@ -23,8 +23,9 @@ import torch
 
 from asyncrl.buffer.records import VersionSpan
 from asyncrl.common.version import Version
+from asyncrl.config.schema import WIDTH_KEYS
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import BRANCH, NO_BRANCH, NO_VERSION, SUPPORT
+from asyncrl.data.specs import BRANCH, NO_BRANCH, NO_VERSION
 from asyncrl.data_plane.codec import PAD_VALUES
 from asyncrl.environments.agents import ToolFailure
 from asyncrl.environments.scores import Score
@@ -129,7 +130,7 @@ def single_turn(
         if found != width:
             raise HandshakeError(
                 f"the engine returned a completion that has {found} numbers for each token in the column {name}; with "
-                f"generator.{'top_k' if name == SUPPORT else 'logprobs'} = {width} it must have {width}"
+                f"generator.{WIDTH_KEYS[name]} = {width} it must have {width}"
             )
     return Episode(
         nodes=(Node(origin=Origin.ENVIRONMENT, token_ids=prompt_ids), Node.of(completion)),
@@ -164,7 +165,8 @@ def episode_rows(episodes: Sequence[Episode], *, branches: bool = False) -> Batc
     """Returns the rows of G episodes, of shape [G, S]: their tokens, padded on the right. The columns `Node.wide` are
     [G, S, K], if the sampled nodes have them. With `branches`, the numbers of the tokens' branches are a column too.
 
-    Tokens that were not sampled have log-prob 0, version NO_VERSION, mask 0 and no support. So has padding.
+    Tokens that were not sampled have log-prob 0, version NO_VERSION, mask 0 and no support. So has padding. Raises
+    HandshakeError if some sampled nodes lack a column of `Node.wide` that others have, or have another K.
     """
     lengths = np.array([episode.tokens for episode in episodes], dtype=np.int64)
     positions_S = np.arange(int(lengths.max(initial=0)))
@@ -198,6 +200,12 @@ def episode_rows(episodes: Sequence[Episode], *, branches: bool = False) -> Batc
         rows[BRANCH] = column(NO_BRANCH, of_tokens, np.int32, places=within_GS)
     for name in dict.fromkeys(name for node in sampled for name in node.wide):
         of_nodes = [node.wide[name] for node in sampled if name in node.wide]
+        widths = {node.wide[name].shape[1] if name in node.wide else 0 for node in sampled if len(node.token_ids)}
+        if len(widths) > 1:
+            raise HandshakeError(
+                f"the engine returned completions of one group that have {' and '.join(map(str, sorted(widths)))} "
+                f"numbers for each token in the column {name}; with generator.{WIDTH_KEYS[name]} all must have as many"
+            )
         wide_GSK = np.full((*within_GS.shape, of_nodes[0].shape[1]), PAD_VALUES.get(name, 0), of_nodes[0].dtype)
         wide_GSK[sampled_GS] = np.concatenate(of_nodes)
         rows[name] = torch.from_numpy(wide_GSK)

@@ -24,6 +24,16 @@ def warnings(*overrides: str) -> list[str]:
     return check_algorithm(load_config([], overrides))
 
 
+def test_most_likely_tokens_that_no_loss_reads_give_a_warning() -> None:
+    [warning] = [line for line in warnings("generator.logprobs=16") if "generator.logprobs" in line]
+    assert "generator.logprobs = 16" in warning
+    assert "whose 128 bytes a token have no effect" in warning
+    assert not any("generator.logprobs" in line for line in warnings())
+    read = ["generator.logprobs=16", "algorithm.loss=score_centering"]
+    assert not any("generator.logprobs" in line for line in warnings(*read))
+    assert not any("most likely" in line for line in warnings("generator.logprobs=16", "algorithm.loss=tasks:loss"))
+
+
 @pytest.mark.fault("F28")
 def test_an_uncorrected_loss_is_refused_unless_synchronous() -> None:
     [violation] = violations("algorithm.loss=dapo")
@@ -48,7 +58,6 @@ def test_the_uncorrected_stale_baseline_is_allowed_by_its_key_and_named() -> Non
 
 
 @pytest.mark.parametrize("loss", [name for name, preset in PRESETS.items() if not is_corrected(preset.objective)])
-@pytest.mark.fault("F28")
 def test_an_uncorrected_loss_is_answered_with_presets_that_run_as_they_are(loss: str) -> None:
     objective = PRESETS[loss].objective
     nearest = nearest_corrected(objective, with_critic=False)

@@ -214,6 +214,14 @@ def test_rows_without_the_columns_are_refused_by_name() -> None:
     data["advantages"] = torch.ones(1, 2)
     with pytest.raises(RunError, match=r"reads top_ids, top_logprobs, .*generator\.logprobs"):
         loss(torch.zeros(1, 2, 4), data, torch.tensor(1.0), torch.tensor(1.0))
+    given = {"global_valid_seqs": torch.tensor(1.0), "global_valid_toks": torch.tensor(1.0)}
+    with pytest.raises(RunError, match=r"reads top_ids, top_logprobs"):
+        loss(data=data, next_token_logprobs=torch.zeros(1, 1), **given)
+    data |= {"top_ids": torch.zeros(1, 2, 1).int(), "top_logprobs": torch.zeros(1, 2, 1)}
+    with pytest.raises(TypeError, match="called without next_token_centering: pass what is missing, or logits"):
+        loss(data=data, next_token_logprobs=torch.zeros(1, 1), **given)
+    with pytest.raises(TypeError, match="called without next_token_logits: pass what is missing"):
+        loss(data=data, **given)
 
 
 def test_the_loss_of_logits_computes_the_centering_itself() -> None:

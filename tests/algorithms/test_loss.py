@@ -238,7 +238,7 @@ def test_entropies_stand_in_for_logits() -> None:
     logprobs = gather_logprobs(logits, input_ids_BS=data["input_ids"])
     found, _ = loss_fn(data=data, next_token_logprobs=logprobs, next_token_entropies=entropy(logits), **counts(data))
     torch.testing.assert_close(found, whole)
-    with pytest.raises(TypeError, match="logits"):
+    with pytest.raises(TypeError, match=r"without next_token_entropies: .* or logits"):
         loss_fn(data=data, next_token_logprobs=logprobs, **counts(data))
 
 

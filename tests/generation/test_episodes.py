@@ -1,8 +1,10 @@
 """Episodes: their rows, and what is trained of them."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from asyncrl.buffer.records import GroupMeta, Ticket, VersionSpan
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.data.prompts import Task
-from asyncrl.data.specs import BRANCH, SUPPORT
+from asyncrl.data.specs import BRANCH, SUPPORT, TOP_IDS
 from asyncrl.errors import HandshakeError
 from asyncrl.generation.episodes import Episode, Node, Origin, Played, episode_rows, of_branches
 from asyncrl.generation.rollout import finished_group
@@ -88,6 +90,18 @@ def test_only_sampled_tokens_have_supports() -> None:
     for wrong in (sampled(3), read(4, 5)):
         with pytest.raises(HandshakeError, match="entries in the column support_ids; every sampled token needs one"):
             dataclasses.replace(wrong, wide={SUPPORT: np.zeros((2, 2), np.int32)})
+
+
+@pytest.mark.parametrize("other", [{}, {TOP_IDS: np.zeros((2, 1), np.int32)}], ids=["none", "fewer"])
+@pytest.mark.fault("F25")
+def test_a_group_in_which_some_answers_lack_most_likely_tokens_is_refused(other: dict[str, npt.NDArray[Any]]) -> None:
+    listed = dataclasses.replace(sampled(3, 4), wide={TOP_IDS: np.zeros((2, 3), np.int32)})
+    without = dataclasses.replace(sampled(5, 6), wide=other)
+    empty = dataclasses.replace(sampled(), wide={})
+    assert episode_rows([episode(listed), episode(empty)])[TOP_IDS].shape == (2, 2, 3)
+    found = "1 and 3" if other else "0 and 3"
+    with pytest.raises(HandshakeError, match=rf"{found} numbers for each token in the column top_ids; .*\.logprobs"):
+        episode_rows([episode(listed), episode(without)])
 
 
 def test_a_group_counts_what_was_sampled_and_what_was_read() -> None:
