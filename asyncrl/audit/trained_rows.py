@@ -11,7 +11,7 @@ import torch
 from asyncrl.audit.plain_model import sequences_of
 from asyncrl.buffer.records import Lease
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import BRANCH, NO_TOKEN, SUPPORT, TOP_IDS, TOP_LOGPROBS, WIDE_FIELDS
+from asyncrl.data.specs import BRANCH, NO_TOKEN, SUPPORT, WIDE_FIELDS, listed_tops
 from asyncrl.learner.audit_records import TrainedStep
 from asyncrl.learner.saving import PREV_LOGPROBS
 from asyncrl.learner.witnessed_step import completions_of
@@ -93,12 +93,5 @@ def _sequences(row: Mapping[str, torch.Tensor]) -> Iterator[RowSequence]:
                 start=start,
                 tokens=row["input_ids"][start:stop].tolist(),
                 supports=supports,
-                tops=_tops(row, slice(start + 1, stop)),
+                tops=listed_tops(row, slice(start + 1, stop)),
             )
-
-
-def _tops(row: Mapping[str, torch.Tensor], places: slice) -> list[dict[int, float]]:
-    if TOP_IDS not in row:
-        return []
-    pairs = zip(row[TOP_IDS][places].tolist(), row[TOP_LOGPROBS][places].tolist(), strict=True)
-    return [{token: q for token, q in zip(*each, strict=True) if token != NO_TOKEN} for each in pairs]

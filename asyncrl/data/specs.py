@@ -182,7 +182,7 @@ def _padding_fault(data: Mapping[str, Any], pad_value: int) -> str | None:
     return None
 
 
-# Tells which tokens of a batch are trained.
+# Tells which tokens of a batch are trained, and what was most likely for them.
 
 
 def trained_mask(batch: BatchedDataDict) -> torch.Tensor:
@@ -191,3 +191,12 @@ def trained_mask(batch: BatchedDataDict) -> torch.Tensor:
     mask_BS: torch.Tensor = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) > 0
     mask_BS[:, 0] = False
     return mask_BS
+
+
+def listed_tops(row: Mapping[str, torch.Tensor], places: slice) -> list[dict[int, float]]:
+    """Returns the ids and log-probs of the sampler's most likely tokens for the tokens of a row at these places; an
+    empty list if the row does not have the columns."""
+    if TOP_IDS not in row or TOP_LOGPROBS not in row:
+        return []
+    pairs = zip(row[TOP_IDS][places].tolist(), row[TOP_LOGPROBS][places].tolist(), strict=True)
+    return [{token: logprob for token, logprob in zip(*each, strict=True) if token != NO_TOKEN} for each in pairs]

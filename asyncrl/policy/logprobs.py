@@ -338,8 +338,8 @@ def _rows(
 # - Values and gradients equal those of log-softmax over full float32 logits, up to rounding.
 # - The buffers of a chunk have together at most the bytes of `chunk_logits` float32 numbers, in forward and in
 #   backward.
-# - Between forward and backward, only the inputs and two numbers for each token are kept. With centering, one more for
-#   each of the sampler's most likely tokens.
+# - Between forward and backward, only the inputs and two numbers for each token are kept. With centering, also the id
+#   and the coefficient of each of the sampler's most likely tokens.
 # - Products have float32 accumulators. On a GPU the operands keep their own precision, and the product's `out_dtype` is
 #   float32. PyTorch has no such product on a CPU. There, operands are cast to float32, one chunk of the weight at a
 #   time, unless the CPU has instructions for bfloat16.

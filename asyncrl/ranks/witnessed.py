@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.config.schema import Config, LearnerSection, OptimizerSection
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import SUPPORT, TOP_IDS, TOP_LOGPROBS, trained_mask
+from asyncrl.data.specs import SUPPORT, listed_tops, trained_mask
 from asyncrl.errors import WitnessFailed
 from asyncrl.ranks.accelerator import compute_dtype
 from asyncrl.ranks.batching import empty_micro_batch
@@ -58,11 +58,11 @@ class Watched:
 
     Lists have one entry for each trained token. `places` are the tokens' places among the next tokens of their row.
     `slopes` are the derivatives of the loss by the tokens' log-probs, entropies and centering, by the names of the
-    fields of `Derivatives`; a name is missing if the loss does not read the output. `tokens` is
-    the weighted number of trained tokens of all rows that had a backward pass. `inside` is the largest derivative of
-    the loss by a trained token, and `outside` the largest by a masked token. `own` is None unless the loss is the
-    user's own. The backward pass multiplies the loss by `world_size`, so the derivatives are divided by it. `step` is
-    the version of the weights.
+    fields of `Derivatives`; a name is missing if the loss does not read the output. `tokens` is the weighted number of
+    trained tokens of all rows that had a backward pass. `inside` is the largest derivative of the loss by a trained
+    token, and `outside` the largest by a masked token. `own` is None unless the loss is the user's own. The backward
+    pass multiplies the loss by `world_size`, so the derivatives are divided by it. `step` is the version of the
+    weights.
     """
 
     world_size: int
@@ -191,15 +191,6 @@ def plain_sequences(rows: BatchedDataDict) -> Iterator[PlainSequence]:
                 tops=listed_tops({name: column[branch] for name, column in sequences.items()}, slice(1, length)),
                 row_places=places,
             )
-
-
-def listed_tops(row: Mapping[str, torch.Tensor], places: slice) -> list[dict[int, float]]:
-    """Returns the ids and log-probs of the sampler's most likely tokens of a row's tokens at these places; an empty
-    list if the row does not have the columns."""
-    if TOP_IDS not in row or TOP_LOGPROBS not in row:
-        return []
-    pairs = zip(row[TOP_IDS][places].tolist(), row[TOP_LOGPROBS][places].tolist(), strict=True)
-    return [{token: logprob for token, logprob in zip(*each, strict=True) if token >= 0} for each in pairs]
 
 
 def equal_sequences(sequences: Iterable[PlainSequence]) -> list[list[PlainSequence]]:

@@ -104,8 +104,8 @@ def coefficients(
     of: str,
 ) -> list[Finding]:
     """Compares the derivatives `of` the loss (a field of `Derivatives`) by each token with those that the ranks used.
-    The keys of `samples` and `found` are indices within the drawn group. `scale` is the largest derivative
-    of the whole group."""
+    The keys of `samples` and `found` are indices within the drawn group. `scale` is the largest derivative of the whole
+    group."""
     findings = []
     for number, values in found.items():
         both = [derivatives(axes, samples[number], counts, apart_nats=by) for by in (0, ROUNDING_NATS, -ROUNDING_NATS)]

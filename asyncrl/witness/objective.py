@@ -104,7 +104,7 @@ def derivatives(axes: Axes, sample: Sample, counts: Counts, *, apart_nats: float
             elif sample.reward > 0:
                 found[t] -= penalty["beta"] * sample.weight * sample.token_weights[t] / counts.positive_tokens
     centering = [0.0 if axes["centering"] is None else averaging[t] * sample.advantages[t] for t in tokens]
-    return Derivatives(found, entropies, centering)
+    return Derivatives(logprobs=found, entropies=entropies, centering=centering)
 
 
 def centers(axes: Axes, log_p: Sequence[float], log_q: Sequence[float], *, has_rest: bool) -> list[float]:

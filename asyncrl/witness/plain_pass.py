@@ -71,9 +71,9 @@ def plain_pass(
         stop = min(start + AT_ONCE, len(logits_SV))
         z_NV = logits_SV[start:stop].detach().double() / temperature
         targets_N = ids_1S[0, start + 1 : stop + 1]
-        inside, allowed_NV = [True] * (stop - start), torch.ones_like(z_NV, dtype=torch.bool)
+        inside = [True] * (stop - start)
         if supports is not None:
-            allowed_NV.fill_(False)
+            allowed_NV = torch.zeros_like(z_NV, dtype=torch.bool)
             for n, support in enumerate(supports[start:stop]):
                 inside[n] = len(support) > 0
                 allowed_NV[n, list(support) or slice(None)] = True
@@ -88,17 +88,17 @@ def plain_pass(
             slope, by_entropy, by_centering = (of_tokens[start + n] for of_tokens in slopes)
             if rounded is not None and own_N[n] < 0:
                 slope *= math.expm1(rounded[start + n]) / math.expm1(own_N[n])
-            by_log_p_V = slope * torch.nn.functional.one_hot(targets_N[n], p_NV.shape[1]).double()
+            by_z_V = -slope * p_NV[n]
+            by_z_V[targets_N[n]] += slope
             if by_centering and axes is not None:
                 ids, log_q = [*tops[start + n]], [*tops[start + n].values()]
-                has_rest = int(allowed_NV[n].sum()) > len(ids)
-                own_centers = centers(axes, logp_NV[n, ids].tolist(), log_q, has_rest=has_rest)
-                by_log_p_V[ids] += by_centering * by_log_p_V.new_tensor(own_centers)
-            by_z_V = by_log_p_V - by_log_p_V.sum() * p_NV[n]
+                has_rest = int(logp_NV[n].isfinite().sum()) > len(ids)
+                own = by_z_V.new_tensor(centers(axes, logp_NV[n, ids].tolist(), log_q, has_rest=has_rest))
+                by_z_V -= by_centering * own.sum() * p_NV[n]
+                by_z_V[ids] += by_centering * own
             if by_entropy:
-                log_p_V = torch.where(p_NV[n] > 0, logp_NV[n], 0.0)
-                entropy = -(p_NV[n] * log_p_V).sum()
-                by_z_V -= by_entropy * p_NV[n] * (log_p_V + entropy)
+                parts_V = torch.special.entr(p_NV[n])  # −p · log p
+                by_z_V -= by_entropy * (p_NV[n] * parts_V.sum() - parts_V)
             slopes_SV[start + n] = (factor / temperature * by_z_V).to(slopes_SV.dtype)
     if slopes_SV is not None:
         torch.autograd.backward([logits_SV], [slopes_SV])

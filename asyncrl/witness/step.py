@@ -65,8 +65,8 @@ def scored(completion: Completion, config: Config) -> Scored:
         cut = completion.truncated
         reward = shaped(reward, tokens=completion.tokens, truncated=cut, limit_tokens=limit, buffer_tokens=buffer)
     # the learner compares and subtracts rewards in float32, where 0.1 + 0.2 and 0.3 are equal
-    components = {name: float(np.float32(value)) for name, value in completion.components.items()}
-    return Scored(completion.group, float(np.float32(reward)), completion.tokens, components)
+    parts = {name: float(np.float32(value)) for name, value in completion.components.items()}
+    return Scored(group=completion.group, reward=float(np.float32(reward)), tokens=completion.tokens, components=parts)
 
 
 def counts(
@@ -76,11 +76,11 @@ def counts(
     trained."""
     found = []
     for start in range(0, len(completions), rows_per_update):
-        rows = slice(start, start + rows_per_update)
-        own = [each for each, is_kept in zip(completions[rows], kept[rows], strict=True) if is_kept]
+        own = [completions[n] for n in range(len(completions))[start : start + rows_per_update] if kept[n]]
         by_group: dict[int, float] = defaultdict(float)
         for each in own:
             by_group[each.group] += each.tokens - each.stale
         positive = sum(each.tokens - each.stale for each in own if scored(each, config).reward > 0)
-        found.append(Counts(sum(by_group.values()), len(own), dict(by_group), positive))
+        tokens, n = sum(by_group.values()), len(own)
+        found.append(Counts(tokens=tokens, sequences=n, tokens_by_group=dict(by_group), positive_tokens=positive))
     return tuple(found)

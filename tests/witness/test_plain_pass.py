@@ -12,11 +12,10 @@ from transformers import AutoModelForCausalLM
 from asyncrl.algorithms.objective import Objective, Reinforce, centered_kernel
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import SUPPORT, TOP_IDS, TOP_LOGPROBS, WIDE_FIELDS
+from asyncrl.data.specs import SUPPORT, TOP_IDS, TOP_LOGPROBS, WIDE_FIELDS, listed_tops
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.ranks.model_rows import ModelRows
 from asyncrl.ranks.packed import ATTENTION
-from asyncrl.ranks.witnessed import listed_tops
 from asyncrl.witness.objective import Derivatives
 from asyncrl.witness.plain_pass import plain_attention, plain_pass
 
