@@ -51,7 +51,7 @@ def logprobs_by(
     """Returns the log-probs [N] by one of the paths `full`, `chunked` and `entropy`."""
     if path == "full":
         return full_logprobs(hidden_ND, weight_VD, targets_N)
-    logprobs_N, _ = head_logprobs(
+    logprobs_N, *_ = head_logprobs(
         hidden_ND,
         weight_VD,
         targets_N=targets_N,

@@ -84,7 +84,7 @@ def main() -> None:
         model.set_attn_implementation(ATTENTION if name == "packed" else "sdpa")
         for part in parts:
             rows = ModelRows.of(part, packed=name == "packed")
-            logprobs_BT, _ = model_logprobs(model, rows, temperature=1.0, with_entropy=False)
+            logprobs_BT, *_ = model_logprobs(model, rows, temperature=1.0, with_entropy=False)
             logprobs_BT.sum().backward()
         model.zero_grad()
 

@@ -17,7 +17,7 @@ from asyncrl.algorithms.kernel import kernel_sums
 from asyncrl.algorithms.loss import ObjectiveLoss, entropy, gather_logprobs
 from asyncrl.algorithms.objective import centered_kernel
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import NO_VERSION, SUPPORT, TOP_IDS, trained_mask
+from asyncrl.data.specs import NO_VERSION, SUPPORT, TOP_IDS, WIDE_FIELDS, trained_mask
 from asyncrl.errors import CallRefused
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.ranks.loss_pass import (
@@ -100,6 +100,12 @@ def loss_of(
     return outcome_of(outputs.columns, loss, measure=measured)
 
 
+def passed_columns(loss_fn: LossFunction) -> tuple[str, ...]:
+    """Returns the columns in `WIDE_FIELDS` that a training pass reads if the rows have them. The most likely tokens do
+    not change log-probs, so the pass reads them for `centering` only."""
+    return WIDE_FIELDS if isinstance(loss_fn, ObjectiveLoss) and loss_fn.needs_centering else (SUPPORT,)
+
+
 def check_supports(data: BatchedDataDict, loss_fn: LossFunction, *, has_supports: bool) -> None:
     """Checks that rows have supports if, and only if, the configuration says so (`Config.has_supports`). Raises
     CallRefused or MissingColumns otherwise.
@@ -137,7 +143,7 @@ class _Outputs:
 def _outputs(
     data: BatchedDataDict, *, model: PreTrainedModel, loss_fn: LossFunction, temperature: float, packed: bool
 ) -> _Outputs:
-    rows = ModelRows.of(data, packed=packed, with_wide=True)
+    rows = ModelRows.of(data, packed=packed, wide=passed_columns(loss_fn))
     # for an objective, the chunked head computes entropies; other losses that need entropies get logits
     if not isinstance(loss_fn, ObjectiveLoss) and input_type_of(loss_fn) != LossInputType.LOGPROB:
         assert SUPPORT not in rows.wide, "refused by check_supports"

@@ -30,7 +30,7 @@ from asyncrl.policy.export import convert_to_hf
 from asyncrl.policy.families import check_family
 from asyncrl.policy.flops import device_peak_flops_per_s, model_cost
 from asyncrl.policy.logprobs import model_logprobs, rounded_weights
-from asyncrl.policy.micro_batch import OnPolicy, check_supports, loss_of
+from asyncrl.policy.micro_batch import OnPolicy, check_supports, loss_of, passed_columns
 from asyncrl.policy.step_loss import add_update_shares, holds_reference, step_tokens, with_statistics
 from asyncrl.ranks.accelerator import compute_dtype, frozen
 from asyncrl.ranks.batching import token_batch, without_nonfinite
@@ -156,6 +156,9 @@ class PolicyWorker(RankWorker[LossFunction]):
             on_policy=self._on_policy,
         )
 
+    def _passed_columns(self, loss_fn: LossFunction) -> Sequence[str]:
+        return passed_columns(loss_fn)
+
     def _axes(self, loss_fn: LossFunction) -> Axes | None:
         if not isinstance(loss_fn, ObjectiveLoss):
             return None
@@ -251,7 +254,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         of_sampler = temperature is None
 
         def score(part: BatchedDataDict) -> torch.Tensor:
-            rows = ModelRows.of(part, packed=self._packed, with_wide=of_sampler)
+            rows = ModelRows.of(part, packed=self._packed, wide=(SUPPORT,) if of_sampler else ())
             of_rows = self.config.generator.temperature if temperature is None else temperature
             return _token_logprobs(model, rows, temperature=of_rows)
 

@@ -77,18 +77,18 @@ def staleness_counts(batch: BatchedDataDict, *, step: int) -> dict[int, int]:
     return dict(zip(values.tolist(), counts.tolist(), strict=True))
 
 
-def tokens_passed(parts: Sequence[BatchedDataDict], *, packed: bool) -> tuple[int, int]:
+def tokens_passed(parts: Sequence[BatchedDataDict], *, packed: bool, wide: Sequence[str] = ()) -> tuple[int, int]:
     """Returns the number of tokens of all rows, and the number of tokens that pass through the model for them.
 
     Padded rows pass with their padding, so the second number is not smaller. Packed rows pass without padding, and a
     prefix that rows of a micro-batch share passes once, so the second number is not larger. Each branch of an episode
-    passes as a row.
+    passes as a row. `wide` names the columns in `WIDE_FIELDS` that the pass reads (`ModelRows.of`).
     """
     parts = [branches_as_rows(part)[0] for part in parts]
     real = sum(int(part["input_lengths"].sum()) for part in parts)
     if not packed:
         return real, sum(part["input_ids"].numel() for part in parts)
-    shared = (shared_prefixes(part["input_ids"], part["input_lengths"], wide_columns(part)) for part in parts)
+    shared = (shared_prefixes(part["input_ids"], part["input_lengths"], wide_columns(part, wide)) for part in parts)
     return real, real - sum(sum(prefixes.tokens) for prefixes in shared)
 
 

@@ -8,7 +8,7 @@ Legend: B rows, S tokens, T = S − 1 next tokens, R sequences, L tokens of the 
 numbers of a token in one of `WIDE_FIELDS`, C columns of results.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,9 +78,9 @@ class Branches:
         return values_BS
 
 
-def wide_columns(batch: BatchedDataDict) -> dict[str, torch.Tensor]:
-    """Returns the columns `WIDE_FIELDS` that a batch has, by name."""
-    return {name: batch[name] for name in WIDE_FIELDS if name in batch}
+def wide_columns(batch: BatchedDataDict, names: Sequence[str] = WIDE_FIELDS) -> dict[str, torch.Tensor]:
+    """Returns those of the columns `names` that a batch has."""
+    return {name: batch[name] for name in names if name in batch}
 
 
 def branches_as_rows(batch: BatchedDataDict) -> tuple[BatchedDataDict, Branches | None]:
@@ -96,7 +96,7 @@ def branches_as_rows(batch: BatchedDataDict) -> tuple[BatchedDataDict, Branches 
 class ModelRows:
     """Rows for one pass. `inputs` are the keyword arguments of the model's forward. `targets` are the tokens that it
     predicts: [R, L − 1], or packed [1, tokens] with the first token of each sequence, whose result has no meaning.
-    `wide` has the columns `WIDE_FIELDS` of the targets, [N, K], that the rows have."""
+    `wide` has those of the columns `WIDE_FIELDS` that the pass reads, of the targets, [N, K]."""
 
     inputs: dict[str, Any]
     targets: torch.Tensor
@@ -105,20 +105,21 @@ class ModelRows:
     branches: Branches | None
 
     @classmethod
-    def of(cls, data: BatchedDataDict, *, packed: bool, with_wide: bool = False) -> "ModelRows":
+    def of(cls, data: BatchedDataDict, *, packed: bool, wide: Sequence[str] = ()) -> "ModelRows":
         """Makes the rows for a pass from the columns `input_ids`, if packed `input_lengths`, and the branches if the
-        rows have them; with `with_wide` also from the columns `WIDE_FIELDS` that the rows have."""
+        rows have them. `wide` names the columns in `WIDE_FIELDS` that the pass reads if the rows have them. Packed
+        tokens are only shared if these are equal."""
         sequences, branches = branches_as_rows(data)
-        input_ids_RL, wide = sequences["input_ids"], wide_columns(sequences) if with_wide else {}
+        input_ids_RL, columns = sequences["input_ids"], wide_columns(sequences, wide)
         if not packed:
             return cls(
                 inputs={"input_ids": input_ids_RL},
                 targets=input_ids_RL[:, 1:],
-                wide={name: column_RLK[:, 1:].flatten(0, 1) for name, column_RLK in wide.items()},
+                wide={name: column_RLK[:, 1:].flatten(0, 1) for name, column_RLK in columns.items()},
                 packed=None,
                 branches=branches,
             )
-        one = PackedRows.of(input_ids_RL, lengths_B=sequences["input_lengths"], wide=wide)
+        one = PackedRows.of(input_ids_RL, lengths_B=sequences["input_lengths"], wide=columns)
         return cls(
             inputs=one.model_inputs(),
             targets=one.input_ids_1N,

@@ -4,8 +4,9 @@ Causal attention gives equal hidden states to equal tokens at equal positions. S
 share, and no hint about groups is needed. Rows share with their neighbours only: a run is a number of consecutive rows,
 and its first row, the leader, computes the prefix for all of them.
 
-Tokens must also have the same support (`generator.top_k`) and the same most likely tokens (`generator.logprobs`) to be
-shared, because the results for a token depend on them: weights of different versions may have sampled them.
+Tokens must also have the same entries in the columns that the pass reads to be shared, because the results for a token
+depend on them: the support (`generator.top_k`), and for an objective with centering the most likely tokens
+(`generator.logprobs`). They differ where weights of different versions have sampled the tokens.
 
 Invariants: a leader shares nothing with an earlier row, and no row shares more tokens than it has.
 
@@ -40,9 +41,8 @@ def shared_prefixes(
     """Cuts the rows into runs of neighbours that share their first tokens, so that sharing saves as many tokens as
     possible. A row that would share less than an eighth of its tokens computes all of them.
 
-    `lengths_B` has the number of tokens of each row; later tokens are padding. `wide` has the columns `WIDE_FIELDS` of
-    the rows. Waits for the device: it needs two
-    numbers of each row on the host.
+    `lengths_B` has the number of tokens of each row; later tokens are padding. `wide` has those of the columns
+    `WIDE_FIELDS` that the pass reads. Waits for the device: it needs two numbers of each row on the host.
 
     >>> rows = torch.tensor([[5, 6, 7, 1], [5, 6, 7, 2], [5, 9, 9, 9]])
     >>> shared_prefixes(rows, torch.tensor([4, 4, 4]))

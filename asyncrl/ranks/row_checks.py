@@ -1,6 +1,6 @@
 """Checks a rank's rows before any pass. All ranks refuse wrong rows together, instead of failing inside the model.
 
-Legend: B rows, S tokens, K numbers of a token in one of `WIDE_FIELDS`.
+Legend: B rows, S tokens, K numbers of a token in one of `WIDE_FIELDS`, N trained tokens.
 """
 
 import torch
@@ -19,14 +19,16 @@ _SHAPES = {
     "advantages": ("[B]", "[B, S]"),
 }
 """The possible shapes of each column that the ranks themselves read."""
+EQUAL_NATS = 1e-4
+"""Largest difference of two log-probs that the engine computed once and that are stored in two columns, nats."""
 
 
 def check_rows(batch: BatchedDataDict, *, vocabulary: int) -> None:
     """Raises CallRefused, with the column, the row and the value, if rows cannot be passed through a model.
 
     It checks shapes and number types of the known columns, token ids against `vocabulary`, lengths against the width,
-    and masks. A token that was sampled must be in its support, if the rows have supports. The rows of an estimator may
-    lack `input_ids`; their shape is then taken from `token_mask`.
+    and masks. If the rows have supports or the sampler's most likely tokens, those of a sampled token must fit it. The
+    rows of an estimator may lack `input_ids`; their shape is then taken from `token_mask`.
     """
     if batch.size == 0:
         return
@@ -48,6 +50,8 @@ def check_rows(batch: BatchedDataDict, *, vocabulary: int) -> None:
             )
         if name in _INTEGERS and column.dtype not in (torch.int32, torch.int64):
             raise CallRefused(f"{name} has dtype {column.dtype}; it must be torch.int64 or torch.int32")
+        if name == TOP_LOGPROBS and not column.is_floating_point():
+            raise CallRefused(f"{name} has dtype {column.dtype}; it must be a floating-point type")
         if column.is_complex():
             raise CallRefused(f"{name} has dtype {column.dtype}; it must be a real number type")
     if "input_ids" in batch:
@@ -75,11 +79,8 @@ def check_rows(batch: BatchedDataDict, *, vocabulary: int) -> None:
         _check_supports(batch, vocabulary=vocabulary)
     if TOP_IDS in batch:
         _check_range(TOP_IDS, batch[TOP_IDS], NO_TOKEN, vocabulary - 1, why=_why_ids(vocabulary))
-    if {TOP_IDS, TOP_LOGPROBS} <= set(batch) and batch[TOP_IDS].shape != batch[TOP_LOGPROBS].shape:
-        raise CallRefused(
-            f"{TOP_IDS} has shape {list(batch[TOP_IDS].shape)} and {TOP_LOGPROBS} has {list(batch[TOP_LOGPROBS].shape)}"
-            "; they must have a log-prob for each id"
-        )
+    if {TOP_IDS, TOP_LOGPROBS} <= set(batch):
+        _check_tops(batch)
 
 
 def _why_ids(vocabulary: int) -> str:
@@ -100,6 +101,47 @@ def _check_supports(batch: BatchedDataDict, *, vocabulary: int) -> None:
             f"{SUPPORT}[{row}, {place}] does not contain the token {int(ids_BS[row, place])} of input_ids, which "
             "token_mask marks as sampled; pass the supports with which the tokens were sampled"
         )
+
+
+def _check_tops(batch: BatchedDataDict) -> None:
+    """Raises CallRefused if the lists of most likely tokens do not fit the tokens that were sampled, which `token_mask`
+    marks if the rows have it.
+
+    A sampled token needs a list of different tokens with finite log-probs of at most 0. If it is in its list, it must
+    have its own log-prob there, so that lists of other tokens are noticed.
+    """
+    if batch[TOP_IDS].shape != batch[TOP_LOGPROBS].shape:
+        raise CallRefused(
+            f"{TOP_IDS} has shape {list(batch[TOP_IDS].shape)} and {TOP_LOGPROBS} has {list(batch[TOP_LOGPROBS].shape)}"
+            "; they must have a log-prob for each id"
+        )
+    if "token_mask" not in batch:
+        return
+    sampled_BS = batch["token_mask"] > 0
+    ids_NK, logprobs_NK = batch[TOP_IDS][sampled_BS], batch[TOP_LOGPROBS][sampled_BS].float()
+    listed_NK, sorted_NK = ids_NK != NO_TOKEN, ids_NK.sort(dim=-1).values
+    twice_N = ((sorted_NK[:, 1:] == sorted_NK[:, :-1]) & (sorted_NK[:, 1:] != NO_TOKEN)).any(dim=-1)
+    possible_NK = logprobs_NK.isfinite() & (logprobs_NK <= EQUAL_NATS)
+    wrong = {
+        f"{TOP_IDS}{{place}} has no token": ~listed_NK.any(dim=-1),
+        f"{TOP_IDS}{{place}} has a token twice": twice_N,
+        f"{TOP_LOGPROBS}{{place}} has a log-prob that is not finite or above 0": (listed_NK & ~possible_NK).any(dim=-1),
+    }
+    if {"input_ids", "generation_logprobs"} <= set(batch):
+        own_N1 = batch["generation_logprobs"][sampled_BS].unsqueeze(-1)
+        # a column in half precision is rounded
+        eps = max(torch.finfo(column.dtype).eps for column in (own_N1, batch[TOP_LOGPROBS]))
+        apart_NK = (logprobs_NK - own_N1).abs() > EQUAL_NATS + eps * logprobs_NK.abs()
+        is_own_NK = listed_NK & (ids_NK == batch["input_ids"][sampled_BS].unsqueeze(-1)) & own_N1.isfinite()
+        name = f"{TOP_LOGPROBS}{{place}} has another log-prob of the sampled token than generation_logprobs"
+        wrong[name] = (is_own_NK & apart_NK).any(dim=-1)
+    for words, wrong_N in wrong.items():
+        if wrong_N.any():
+            place = sampled_BS.nonzero()[wrong_N][0].tolist()
+            raise CallRefused(
+                f"{words.format(place=place)}; token_mask marks the token as sampled, so it must have the most likely "
+                "tokens of its own place, with the log-probs under which it was sampled"
+            )
 
 
 def _tensor(batch: BatchedDataDict, name: str) -> torch.Tensor:

@@ -155,6 +155,10 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         """Returns the peak rate of this rank's device, in FLOPs per second; None if it is not known."""
         return None
 
+    def _passed_columns(self, loss_fn: LossT) -> Sequence[str]:
+        """Returns the columns in `WIDE_FIELDS` that a pass of `_outcome` reads if the rows have them."""
+        return ()
+
     def _axes(self, loss_fn: LossT) -> Axes | None:
         """Returns the settings (axes) of an objective of asyncrl, for which the witness has formulas; None for other
         losses."""
@@ -226,7 +230,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         after = before if eval_mode else self._digests.now(anew=True)
         run = [i for i, update in enumerate(planned) if update.plan.tokens > 0]
         passed = [part for i in run for part in planned[i].parts]
-        real_tokens, passed_tokens = tokens_passed(passed, packed=self._packed)
+        real_tokens, passed_tokens = tokens_passed(passed, packed=self._packed, wide=self._passed_columns(loss_fn))
         # only this rank's own rows count: the empty micro-batches that it runs for the collectives are not work
         own = [part for i in run if i < len(cuts) for part in cuts[i]]
         findings += [finding for outcome in outcomes for finding in outcome.findings]

@@ -84,7 +84,7 @@ def _forward_backward(
     model.set_attn_implementation(ATTENTION if packed else "sdpa")
     tokens_BS, lengths_B = tokens_BS.to(model.device), lengths_B.to(model.device)
     rows = ModelRows.of(BatchedDataDict(input_ids=tokens_BS, input_lengths=lengths_B), packed=packed)
-    logprobs_BT, _ = model_logprobs(model, rows, temperature=1.0, with_entropy=False)
+    logprobs_BT, *_ = model_logprobs(model, rows, temperature=1.0, with_entropy=False)
     real_BT = torch.arange(1, tokens_BS.shape[1], device=model.device) < lengths_B.unsqueeze(1)
     (logprobs_BT * real_BT).sum().backward()  # type: ignore[no-untyped-call]
     return logprobs_BT.detach()[real_BT]

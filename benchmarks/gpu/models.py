@@ -44,5 +44,5 @@ def loss(
     """Returns minus the mean log-prob of the next tokens. The chunked head computes it, as in the learner."""
     lengths = {} if packed_lengths_B is None else {"input_lengths": packed_lengths_B}
     rows = ModelRows.of(BatchedDataDict(input_ids=tokens_BS, **lengths), packed=packed_lengths_B is not None)
-    logprobs_BT, _ = model_logprobs(model, rows, temperature=1.0, with_entropy=False)
+    logprobs_BT, *_ = model_logprobs(model, rows, temperature=1.0, with_entropy=False)
     return -logprobs_BT.mean()

@@ -41,7 +41,10 @@ MODES: Mapping[str, dict[str, Any]] = {
     "dynamic": {"batching": "dynamic", "micro_batch_tokens": 48},
     "packed": {"batching": "packed", "micro_batch_tokens": 48},
 }
-SOME_OBJECTIVES = {"float32": ("decoupled_icepop", "grpo", "gspo", "m2po"), "bfloat16": ("decoupled_icepop", "m2po")}
+SOME_OBJECTIVES = {
+    "float32": ("decoupled_icepop", "grpo", "gspo", "m2po"),
+    "bfloat16": ("decoupled_icepop", "score_centering"),
+}
 DRAWN = 3
 """The group that is drawn, whose three samples have 8, 1 and 3 tokens."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_groups import STEP, TEMPERATURE, VOCABULARY, make_group, rows_of
+from tiny_groups import STEP, TEMPERATURE, VOCABULARY, make_group, rows_of, with_tops
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.algorithms.interfaces import LossInputType, LossType
@@ -23,8 +23,10 @@ from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.specs import BRANCH, NO_BRANCH, NO_VERSION, SUPPORT
 from asyncrl.errors import CallRefused, MissingColumns
 from asyncrl.policy.logprobs import model_logprobs
-from asyncrl.policy.micro_batch import OnPolicy, check_supports, loss_of
+from asyncrl.policy.micro_batch import OnPolicy, check_supports, loss_of, passed_columns
+from asyncrl.ranks.batching import tokens_passed
 from asyncrl.ranks.loss_pass import MicroBatchOutcome, UpdateContext, aligned
+from asyncrl.ranks.packed import ATTENTION
 from asyncrl.ranks.plan import plan_of
 
 
@@ -57,12 +59,19 @@ def on_policy(key: int, lengths: tuple[int, ...]) -> BatchedDataDict:
 
 
 def outcome(
-    loss_fn: Any, data: BatchedDataDict, *, step: int | None = STEP, sole_update: bool = True
+    loss_fn: Any,
+    data: BatchedDataDict,
+    *,
+    step: int | None = STEP,
+    sole_update: bool = True,
+    network: PreTrainedModel | None = None,
+    packed: bool = False,
 ) -> MicroBatchOutcome:
     plan = plan_of(data)
     counts = {"global_valid_seqs": torch.tensor(plan.samples), "global_valid_toks": torch.tensor(plan.tokens)}
     context = UpdateContext(loss_fn=loss_fn, counts=counts, step=step, sole_update=sole_update)
-    return loss_of(data, model=model(), context=context, temperature=TEMPERATURE, packed=False, on_policy=ON_POLICY)
+    used = model() if network is None else network
+    return loss_of(data, model=used, context=context, temperature=TEMPERATURE, packed=packed, on_policy=ON_POLICY)
 
 
 ON_POLICY = OnPolicy(whole_samples=False)
@@ -137,6 +146,35 @@ def test_an_episode_with_branches_counts_once_and_has_one_ratio() -> None:
     clipped_B = ratio_B.clamp(clip.lo, clip.hi)
     wanted = -torch.minimum(ratio_B * advantage_B, clipped_B * advantage_B).mean()
     assert found.loss == pytest.approx(float(wanted), rel=1e-4)
+
+
+@pytest.mark.parametrize(("name", "passed"), [("decoupled_icepop", 6 + 4 * 2), ("score_centering", 8 + 6 + 3 * 2)])
+def test_branches_share_tokens_with_other_most_likely_tokens_unless_the_loss_is_centered(
+    name: str, passed: int
+) -> None:
+    """Four branches have 6 tokens in common, of which the first branch sampled the last 4, and 2 of their own.
+    With centering, the last three branches share them with each other only."""
+    common, sampled_S = [3, 1, 4, 1, 5, 9], torch.tensor([0, 0, 1, 1, 1, 1, 1, 1, *[0, 0, 0, 0, 0, 0, 1, 1] * 3])
+    ids_1S = torch.tensor([[token for branch in range(4) for token in (*common, 10 + branch, 20 + branch)]])
+    data = BatchedDataDict(
+        input_ids=ids_1S,
+        input_lengths=torch.tensor([32]),
+        weight_versions=torch.where(sampled_S > 0, STEP, NO_VERSION).unsqueeze(0),
+        generation_logprobs=-3.0 * sampled_S.float().unsqueeze(0),
+        token_mask=sampled_S.float().unsqueeze(0),
+        sample_mask=torch.ones(1),
+        advantages=torch.ones(1, 32),
+    )
+    data[BRANCH] = torch.arange(4).repeat_interleave(8).unsqueeze(0).int()
+    loss, seen = ObjectiveLoss(PRESETS[name].objective), []
+    network = copy.deepcopy(model())
+    network.set_attn_implementation(ATTENTION)
+    network.model.register_forward_pre_hook(
+        lambda _, inputs, named: seen.append(named["input_ids"].numel()), with_kwargs=True
+    )
+    outcome(loss, with_tops(data), network=network, packed=True)
+    assert seen == [passed]
+    assert tokens_passed([with_tops(data)], packed=True, wide=passed_columns(loss)) == (32, passed)
 
 
 def with_supports(data: BatchedDataDict) -> BatchedDataDict:

@@ -10,7 +10,7 @@ import torch
 
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import BRANCH, NO_TOKEN, NO_VERSION, SUPPORT, TOP_IDS, TOP_LOGPROBS
+from asyncrl.data.specs import BRANCH, NO_TOKEN, NO_VERSION, SUPPORT, TOP_IDS, TOP_LOGPROBS, WIDE_FIELDS
 
 if TYPE_CHECKING:
     from asyncrl.ranks.model_rows import ModelRows
@@ -106,10 +106,19 @@ def join(groups: Sequence[BatchedDataDict]) -> BatchedDataDict:
 
 
 def with_tops(data: BatchedDataDict, *, listed: int = 4) -> BatchedDataDict:
-    """Returns the rows with columns of most likely tokens: random ones, with random log-probs."""
+    """Returns the rows with columns of most likely tokens: random ones, with random log-probs. A sampled token that is
+    listed has its own log-prob, if the rows have `generation_logprobs`."""
     draw, shape = torch.Generator().manual_seed(17), data["input_ids"].shape
     ids_BSL = torch.rand(*shape, VOCABULARY, generator=draw).argsort(-1)[..., :listed].int()
-    logprobs_BSL = torch.randn(*shape, listed + 1, generator=draw).log_softmax(-1)[..., :listed]
+    values_BSM = torch.randn(*shape, listed + 1, generator=draw)
+    is_own_BSM = torch.nn.functional.pad(ids_BSL == data["input_ids"].unsqueeze(-1), (0, 1))
+    if "generation_logprobs" in data:
+        own_BS1 = data["generation_logprobs"].unsqueeze(-1)
+        others_BSM = values_BSM.masked_fill(is_own_BSM, -torch.inf).log_softmax(-1)
+        rest_BS1 = torch.where(is_own_BSM.any(-1, keepdim=True), torch.log(-torch.expm1(own_BS1)), 0.0)
+        logprobs_BSL = torch.where(is_own_BSM, own_BS1, others_BSM + rest_BS1)[..., :listed]
+    else:
+        logprobs_BSL = values_BSM.log_softmax(-1)[..., :listed]
     not_sampled_BS1 = (data["token_mask"] == 0).unsqueeze(-1)
     tops = {TOP_IDS: (ids_BSL, NO_TOKEN), TOP_LOGPROBS: (logprobs_BSL, 0)}
     columns = {name: column.masked_fill(not_sampled_BS1, fill) for name, (column, fill) in tops.items()}
@@ -139,4 +148,4 @@ def rows_of(
         **tops,
     }
     batch = BatchedDataDict({name: column for name, column in columns.items() if column is not None})
-    return ModelRows.of(batch, packed=packed_lengths_B is not None, with_wide=True)
+    return ModelRows.of(batch, packed=packed_lengths_B is not None, wide=WIDE_FIELDS)

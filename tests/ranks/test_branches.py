@@ -110,7 +110,7 @@ def test_packed_branches_compute_their_common_beginning_once(model: PreTrainedMo
     assert sequence.numel() < 24
     assert row_lengths([rows()]) == [6, 7, 2, 3, 4, 2]
     with_supports = BatchedDataDict({**rows(), SUPPORT: supports(rows()["input_ids"])})
-    assert tokens_passed([with_supports], packed=True) == tokens_passed([rows()], packed=True)
+    assert tokens_passed([with_supports], packed=True, wide=[SUPPORT]) == tokens_passed([rows()], packed=True)
     assert tokens_passed([rows()], packed=False) == (24, 6 * 7)
 
 

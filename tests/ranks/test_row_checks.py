@@ -1,13 +1,14 @@
 """Rows that a model or a loss cannot use are refused before any pass. The error has the column, place and value."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tiny_groups import VOCABULARY, make_batch
+from tiny_groups import VOCABULARY, make_batch, with_tops
 
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import BRANCH, NO_BRANCH, NO_TOKEN
+from asyncrl.data.specs import BRANCH, NO_BRANCH, NO_TOKEN, TOP_IDS, TOP_LOGPROBS
 from asyncrl.errors import CallRefused
 from asyncrl.ranks.row_checks import check_rows
 
@@ -29,6 +30,19 @@ def own_supports() -> torch.Tensor:
     return torch.stack([torch.full_like(ids_BS, NO_TOKEN), ids_BS], dim=-1)
 
 
+def of_tops(change: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> BatchedDataDict:
+    """Returns the batch with changed ids and log-probs of the most likely tokens."""
+    batch = with_tops(make_batch())
+    batch[TOP_IDS], batch[TOP_LOGPROBS] = change(batch[TOP_IDS], batch[TOP_LOGPROBS])
+    return batch
+
+
+def at_a_trained_token(column: torch.Tensor, value: float) -> torch.Tensor:
+    changed_BSK = column.clone()
+    changed_BSK[11, 5] = value
+    return changed_BSK
+
+
 def test_rows_of_the_tests_and_no_rows_are_fine() -> None:
     check_rows(make_batch(), vocabulary=VOCABULARY)
     check_rows(changed(advantages=torch.zeros(12, 13)), vocabulary=VOCABULARY)
@@ -42,7 +56,17 @@ def test_rows_of_the_tests_and_no_rows_are_fine() -> None:
     check_rows(changed(support_ids=masked_BSK), vocabulary=VOCABULARY)
     scored = {name: make_batch()[name] for name in ("input_ids", "input_lengths")}
     check_rows(BatchedDataDict(scored, support_ids=masked_BSK), vocabulary=VOCABULARY)
-    check_rows(changed(top_ids=own_supports(), top_logprobs=torch.zeros(own_supports().shape)), vocabulary=VOCABULARY)
+    check_rows(with_tops(make_batch()), vocabulary=VOCABULARY)
+    check_rows(of_tops(lambda ids, logprobs: (ids, logprobs.bfloat16())), vocabulary=VOCABULARY)
+    unlikely = with_tops(make_batch())
+    place = tuple(unlikely["token_mask"].nonzero()[0].tolist())
+    unlikely["generation_logprobs"][place] = torch.nan  # it is masked later
+    unlikely[TOP_IDS][place][0] = unlikely["input_ids"][place]
+    check_rows(unlikely, vocabulary=VOCABULARY)
+    without_ids = BatchedDataDict(
+        {name: with_tops(make_batch())[name] for name in ("token_mask", TOP_IDS, TOP_LOGPROBS)}
+    )
+    check_rows(without_ids, vocabulary=VOCABULARY)
     check_rows(BatchedDataDict(), vocabulary=VOCABULARY)
     check_rows(make_batch().slice(0, 0), vocabulary=VOCABULARY)
 
@@ -119,6 +143,37 @@ WRONG = {
     "most likely tokens without log-probs": (
         changed(top_ids=own_supports(), top_logprobs=torch.zeros(12, 13, 1)),
         r"top_ids has shape \[12, 13, 2\] and top_logprobs has \[12, 13, 1\]; they must have a log-prob for each id",
+    ),
+    "log-probs of integers": (
+        of_tops(lambda ids, logprobs: (ids, logprobs.int())),
+        "top_logprobs has dtype torch.int32; it must be a floating-point type",
+    ),
+    "a sampled token without most likely tokens": (
+        of_tops(lambda ids, logprobs: (at_a_trained_token(ids, NO_TOKEN), logprobs)),
+        r"top_ids\[11, 5\] has no token; token_mask marks the token as sampled",
+    ),
+    "a most likely token twice": (
+        of_tops(lambda ids, logprobs: (at_a_trained_token(ids, 3), logprobs)),
+        r"top_ids\[11, 5\] has a token twice",
+    ),
+    "a log-prob of NaN": (
+        of_tops(lambda ids, logprobs: (ids, at_a_trained_token(logprobs, torch.nan))),
+        r"top_logprobs\[11, 5\] has a log-prob that is not finite or above 0",
+    ),
+    "a log-prob above 0": (
+        of_tops(lambda ids, logprobs: (ids, at_a_trained_token(logprobs, 0.01))),
+        r"top_logprobs\[11, 5\] has a log-prob that is not finite or above 0",
+    ),
+    "lists of the next tokens": (
+        of_tops(lambda ids, logprobs: (ids.roll(-1, 1), logprobs.roll(-1, 1))),
+        r"top_ids\[0, 7\] has no token; token_mask",
+    ),
+    "log-probs of the tokens before": (
+        changed(
+            top_ids=own_supports(),
+            top_logprobs=make_batch()["generation_logprobs"].roll(1, 1)[..., None].expand(-1, -1, 2),
+        ),
+        r"top_logprobs\[0, \d+\] has another log-prob of the sampled token than generation_logprobs",
     ),
     "a list": (changed(advantages=[0.0] * 12), "advantages is a list; it must be a tensor"),
 }

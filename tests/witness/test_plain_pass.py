@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.algorithms.objective import Objective, Reinforce, centered_kernel
 from asyncrl.algorithms.presets import PRESETS
 from asyncrl.data.batched_data_dict import BatchedDataDict
-from asyncrl.data.specs import SUPPORT, TOP_IDS, TOP_LOGPROBS
+from asyncrl.data.specs import SUPPORT, TOP_IDS, TOP_LOGPROBS, WIDE_FIELDS
 from asyncrl.policy.logprobs import model_logprobs
 from asyncrl.ranks.model_rows import ModelRows
 from asyncrl.ranks.packed import ATTENTION
@@ -66,7 +66,7 @@ def test_a_row_alone_has_its_log_probs_and_its_gradient(
         listed = support[..., :supported]
         log_q = torch.randn(listed.shape).masked_fill(listed < 0, -torch.inf).log_softmax(-1) - 0.1 * (supported < 6)
         data |= {SUPPORT: support, TOP_IDS: listed, TOP_LOGPROBS: log_q.masked_fill(listed < 0, 0.0)}
-    rows = ModelRows.of(data, packed=True, with_wide=True)
+    rows = ModelRows.of(data, packed=True, wide=WIDE_FIELDS)
     logprobs, entropies, centering = model_logprobs(
         fast,  # type: ignore[arg-type]
         rows,
