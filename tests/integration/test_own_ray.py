@@ -28,7 +28,7 @@ use_ray_token(own=True)
 import contextlib, json, logging, os, sys, psutil, ray
 from asyncrl.config.schema import Config
 from asyncrl.deployment.cluster import start
-address, session_folder = start(Config.model_validate({"run": {"name": "own-ray"}}))
+address, session_folder, _ = start(Config.model_validate({"run": {"name": "own-ray"}}))
 niceness = [os.nice(0), ray.get(ray.remote(num_cpus=0)(lambda: os.nice(0)).remote(), timeout=240)]
 listening, commands = [], []
 for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
