@@ -32,6 +32,7 @@ from asyncrl.data_plane.codec import PAD_VALUES
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.data_plane.rows import TRAIN_PARTITION
 from asyncrl.deployment.cluster import start_local
+from asyncrl.deployment.local_clusters import AUDIT
 from asyncrl.deployment.run_dir import processor, provenance
 from asyncrl.errors import RunError
 from asyncrl.learner.audit_records import TrainedStep
@@ -122,7 +123,7 @@ def _policy(config: Config) -> Iterator[TQPolicy]:
     """Starts the policy's ranks on a Ray of their own."""
     policy = TQPolicy(config, model_path=config.model.path, dp_cfg=config.data_plane)
     try:
-        start_local(config, generators=0)
+        start_local(config, generators=0, command=AUDIT)
     except RunError as error:
         raise NotPossible(f"Ray, which computes the steps again, cannot start here: {error}") from error
     try:

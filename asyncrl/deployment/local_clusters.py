@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 STARTED_FOR = "ASYNCRL_RAY_OF"
 """Variable in the environment of a cluster that asyncrl started: the command and the directory of the run."""
 HEAD = "head"
+AUDIT = "audit"
+"""Commands that start a cluster. That of an audit computes steps of its run again, and no other command may join it."""
 TOKEN = Path(".ray") / "auth_token"
 """Path below the home directory where Ray looks for its token if no environment variable gives one."""
 _ADDRESS_FILE = "ray_current_cluster"
@@ -70,7 +72,7 @@ def started_for(command: str, directory: Path) -> Iterator[None]:
 
 
 def own_clusters() -> list[LocalCluster]:
-    """Returns the clusters of this user with a node on this machine, one for each address."""
+    """Returns the clusters of this user with a node on this machine, one for each address, without those of audits."""
     found: dict[str, LocalCluster] = {}
     for process in psutil.process_iter(["name", "uids"]):
         uids = process.info["uids"]
@@ -80,7 +82,7 @@ def own_clusters() -> list[LocalCluster]:
             address = _GCS_ADDRESS.search(" ".join(process.cmdline()))
             command, _, directory = process.environ().get(STARTED_FOR, "").partition(" ")
             folder, _, run = directory.rpartition("/")
-            if address is not None:
+            if address is not None and command != AUDIT:
                 cluster = LocalCluster(address=address[1], pid=process.pid, command=command, run=run, folder=folder)
                 found.setdefault(cluster.address, cluster)
     return list(found.values())
