@@ -443,7 +443,8 @@ def _module_of(folder: Path, module: str, base: ast.expr) -> str:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yields statements, also those in `if` and `try`, where vLLM has the imports for type checkers."""
+    """Yields the statements of `body`, and those inside its `if` and `try` statements, because vLLM puts imports for
+    type checkers there. Does not go into functions and classes."""
     for statement in body:
         yield statement
         if isinstance(statement, ast.If | ast.Try):

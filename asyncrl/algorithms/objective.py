@@ -338,8 +338,8 @@ class Gate(_Axis, frozen=True, kw_only=True):
 
     The stat compares two policies: d = log p − log q of the token. Several gates keep what all of them keep.
 
-    Stale tokens: with q `behaviour`, those that have drifted too far from their sampler are left out. The others keep
-    their gradient as it is.
+    Stale tokens: the gate does not use a token's age. With q `behaviour`, it zeroes the surrogate of a token whose
+    policy has drifted too far from the sampler. It does not scale the gradient of the other tokens.
 
     Example: `algorithm: {loss: decoupled_ppo, overrides: {gates: [{stat: k2, pool: mean, hi: 0.05}]}}`
     """

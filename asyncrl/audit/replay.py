@@ -173,7 +173,7 @@ def _replay(
 
 def _check_columns(step: TrainedStep, policy: TQPolicy, meta: KVBatchMeta, rows: BatchedDataDict) -> None:
     """Compares the columns that the repeated step has added to the rows, such as advantages, with those in the kept
-    batch."""
+    batch. Raises Counterexample if one differs."""
     names = [name for name in (*ADDED_COLUMNS, PREV_LOGPROBS) if name in rows]
     found = policy.read_from_dataplane(meta.subset(range(meta.size)), select_fields=names)
     for name in names:
@@ -212,7 +212,8 @@ def _rescore(
     for version in sorted(spans):
         policy.load_checkpoint(kept.weights_path(version))
         own = [span.row for span in spans[version]]
-        own += [own[0]] * (-len(own) % config.learner.ranks)  # every rank gets the same number of rows
+        # copies of the first row, whose results are not read, so that every rank gets the same number of rows
+        own += [own[0]] * (-len(own) % config.learner.ranks)
         logprobs_BS = policy.get_logprobs(BatchedDataDict.from_batches(own, pad_value_dict=dict(PAD_VALUES)))[
             "logprobs"
         ]

@@ -212,7 +212,8 @@ MAX_KINDS = 200
 
 
 class FailureState(msgspec.Struct, frozen=True, kw_only=True):
-    """The failures of a run: a count for each class and reason, and the present streak."""
+    """The failures of a run. `counts` has one entry for each class, reason, tool and type of error. `streak` counts the
+    groups that failed because of their data since the last committed group."""
 
     counts: tuple[FailureCount, ...]
     streak: FailureStreak | None

@@ -140,7 +140,8 @@ class ReplayBuffer:
         return self.groups.ledger_entry(of_ack=of_ack)
 
     def counts(self) -> Counts:
-        """Returns the current contents of the buffer."""
+        """Returns the number of groups in each state, the booked bytes, the age of the oldest group, and the answer to
+        the last lease."""
         groups = self.groups
         oldest = next(iter(groups.open.values()), None)
         return Counts(

@@ -805,8 +805,8 @@ _HOST = re.compile(r"[\w.:%-]+")
 
 
 def check_metrics_host(config: Config, *, allow_public: bool) -> None:
-    """Raises ConfigError if `metrics.host` binds every address, if other machines can reach it without `allow_public`,
-    or if it is neither an address nor a name."""
+    """Raises ConfigError if `metrics.host` binds every address, or is neither an address nor a name. Also raises it if
+    other machines can reach this host, unless `allow_public` is True (the command's option `--allow-public`)."""
     host = config.metrics.host
     address = _address(host)
     if host not in ("", "*") and not _HOST.fullmatch(host):

@@ -57,7 +57,7 @@ def tags_of_rewards(config: Config, tokenizer: Any) -> tuple[str, ...]:
 
 def lines_on_data(record: DataRecord, prompts: Prompts, *, config: Config, tokenizer: Any) -> Iterator[str]:
     """Yields the lines of the start of a run about its data: rows that are left out, the first prompt, where answers
-    end, and tags that rewards do not read."""
+    end, tags with which the chat template begins an answer, and tags that rewards do not read."""
     for section, by_reason in record.left_out.items():
         yield f"{section}: left out {in_words(by_reason)}"
     for task in prompts.train[:1]:

@@ -4,9 +4,10 @@ The commands `up`, `learner`, `generator` and `head` use `run_until_done`, and `
 command, the first SIGTERM, SIGINT or SIGHUP asks for a clean end, and run.json records this request immediately. A
 second SIGTERM or SIGINT ends the process at once. The same signal within `SAME_SIGNAL_S` seconds is not a second one.
 
-If the run has not finished its first step, it ends within `run.shutdown_grace_s`. The start may hang, because a model
-may be built in a thread and some calls of Ray have no deadline. If the run has trained a step, it gets the time to
-finish the current step and save the weights, because each of these waits has its own deadline.
+A command that owns the run directory (`up`, `learner`) ends within `run.shutdown_grace_s` if this process has not
+trained a step, also in a resumed run. Its start may hang, because a model may be built in a thread and some calls of
+Ray have no deadline. If it has trained a step, it gets the time to finish the current step and save the weights,
+because each of these waits has its own deadline.
 """
 
 import asyncio

@@ -113,7 +113,7 @@ def cluster_of(run: str, clusters: Sequence[LocalCluster], *, folder: str) -> Lo
     if len(possible) > 1:
         listed = "\n".join(f"  {cluster}" for cluster in possible)
         raise RunError(
-            f"{len(possible)} Ray clusters run on this machine, and "
+            f"{len(possible)} Ray clusters on this machine can be the run's, and "
             f"{'several were' if mine else 'none was'} started for run {run}; set ray.address or --address to one of "
             f"them, or start one with `asyncrl head -c FILE`:\n{listed}"
         )

@@ -161,7 +161,7 @@ class SampleProgress:
         return turn
 
     def _given(self) -> list[Turn]:
-        """Returns the stored turns, none of which the agent has asked for."""
+        """Makes a new turn for each stored answer. The agent has not asked for any of them yet."""
         return [Turn(call=call, group=self._group, stored=answer) for call, answer in turns_of(self._stored)]
 
 

@@ -236,8 +236,8 @@ def _rule(estimator: TokenEstimator) -> Axes | None:
 
 
 def rate_of_lease(lease: Lease, report: StepReport, *, config: Config) -> Finding:
-    """Compares the learning rate of a step with that of the schedule at the step's own number. The steps that train
-    only a critic come before the schedule."""
+    """Compares the learning rate of a step with the schedule. The schedule counts from the first step after
+    `critic.warmup_steps`. For an earlier step, the rate of the schedule's step 0 is expected."""
     learner, only_critic = config.learner, 0 if config.critic is None else config.critic.warmup_steps
     number = max(0, lease.step - only_critic)
     expected = rate_of_step(learner.optimizer, step=number, total_steps=learner.total_steps)

@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 # `Instruments(role)` has a registry of its own. It does not use the default registry, because vLLM removes unknown
 # metrics from it. Every counter with a closed set of labels exists from the start with the value 0, so that a rate over
 # it is never missing. A gauge that was not set yet is NaN: comparisons with NaN are false, so no alert fires. A 0 would
-# look like a measured collapse. Errors are raised here; `recorders.py` logs them instead of raising.
+# look like a measured collapse. `Instruments` raises errors, and the classes of `ProcessMetrics` log them.
 
 Totals = Mapping[str, float]
 

@@ -109,8 +109,8 @@ class ShardedState:
         self._copy(self._weight_copies, self._weights())
         self._staged = None
         if optimizer:
-            # An optimizer without state is not saved: DCP would create its state with an optimizer step, and AdamW's
-            # bias correction would count that step
+            # An optimizer without state is not saved. To save it, DCP would make an optimizer step, and AdamW's bias
+            # correction would count this step
             has_moments = bool(self.optimizer.state)
             if has_moments:
                 self._copy(self._moment_copies, self._moments())

@@ -502,7 +502,8 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         self._placement.load()
 
     def offload_optimizer(self) -> None:
-        """Moves the optimizer's state to the host's memory (on CPUs it is already there), and frees the gradients."""
+        """Moves the optimizer's state to the host's memory, and frees the gradients. Until `prepare_for_training` is
+        called, training raises Offloaded. This also holds on CPUs, where no memory moves."""
         self._placement.offload_optimizer()
 
     def finish_training(self) -> None:

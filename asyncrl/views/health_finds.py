@@ -337,7 +337,8 @@ def _components_of(seen: Evidence, trend: Sequence[StepRecord]) -> Finding | Non
 
 
 def _component(seen: Evidence, name: str, steps: Sequence[StepRecord]) -> Level | None:
-    """Returns the level of a component with its weight; None for one that does not count in the reward."""
+    """Returns the mean and the standard error of a reward component times its weight, over `steps`. Returns None if the
+    weight is 0, or if fewer than three steps have the component."""
     weight = seen.setting.reward_weights.get(name, 1.0)
     if not weight:
         return None

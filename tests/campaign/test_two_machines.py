@@ -8,6 +8,7 @@ was normal. `TRIES=5` in the environment tries each way to stop a run five times
 import json
 import os
 import random
+import re
 import secrets
 import signal
 import string
@@ -19,8 +20,10 @@ from functools import partial
 from pathlib import Path
 
 import listening_sockets
+import psutil
 import pytest
 import yaml
+from kills import name_of
 from listening_sockets import COLLECTIVES, NodeListener, documented_on_nodes
 from two_machines import REPOSITORY, Command, Machine, Switch, two_machines, why_not
 
@@ -252,6 +255,61 @@ def test_the_learners_machine_is_cut_off_and_the_run_resumes_from_its_newest_che
     run.stop()
     assert len(cluster.resumed()) == 1
     assert not [*cluster.run.glob("checkpoints/lost-*/*/COMPLETE")], "a newer checkpoint was not used"
+
+
+# --- autoscaling ---------------------------------------------------------------------------------------------------
+
+AUTOSCALED = (
+    "generator.autoscale={max: 2, dwell_s: 10}",
+    "generator.max_starts_per_s=2",
+    "staleness.max_versions=3",
+    "learner.groups_per_step=8",
+    "checkpoint.every_steps=1000000",
+    "generator.startup_timeout_s=900",  # the machine may be busy
+)
+FROZEN_S = 8.0
+"""Two replicas start the groups of a step in a quarter of this time."""
+CHANGE = re.compile(r"generator\.autoscale: from (\d) to (\d) replicas, because (the learner|the staleness limit)")
+
+
+def test_a_replica_is_added_while_the_learner_waits_and_drained_while_the_generators_wait(cluster: Cluster) -> None:
+    """At first, the only replica may start two groups a second, and the learner waits. Then the learner's rank is
+    frozen again and again, so that the generators wait. No group is lost."""
+    run = TwoNodeRun(cluster, *AUTOSCALED, head=cluster.first)
+    added, drained = ("1", "2", "the learner"), ("2", "1", "the staleness limit")
+
+    def changes() -> list[tuple[str, str, str]]:
+        return CHANGE.findall(run.generator.command.output())
+
+    def engines(node: Command) -> int:
+        return sum(name_of(each).startswith("VLLM::EngineCore") for each in node.family())
+
+    run.learner.wait_for(changes, READY_S + 900, "a second replica is wanted")
+    assert changes() == [added]
+    run.learner.wait_for(lambda: engines(run.node.command) == 2, 900, "a second engine")
+    [rank] = [each for each in run.head.family() if name_of(each).startswith("learner rank")]
+    deadline_s = time.monotonic() + 600
+    while len(changes()) == 1:
+        assert time.monotonic() < deadline_s, run.learner.output()[-4000:]
+        trained = cluster.steps()
+        frozen_for(rank, FROZEN_S)
+        run.learner.wait_for(lambda trained=trained: cluster.steps() > trained, 120, "a step")
+    assert changes() == [added, drained]
+    run.learner.wait_for(lambda: engines(run.node.command) == 1, 300, "the end of one engine")
+    assert engines(run.head) == 0
+    run.stop()
+    summary = json.loads((cluster.run / "summary.json").read_bytes())
+    assert (summary["ledger_closed"], summary["groups_failed"]) == (True, {})
+    assert summary["tokens_thrown_away"] == 0, "the drained replica has finished its groups"
+
+
+def frozen_for(process: psutil.Process, seconds: float) -> None:
+    """Stops a process for some seconds, and lets it go on."""
+    process.suspend()
+    try:
+        time.sleep(seconds)
+    finally:
+        process.resume()
 
 
 # --- stops ---------------------------------------------------------------------------------------------------------

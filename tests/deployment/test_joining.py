@@ -163,7 +163,7 @@ def test_auto_is_the_head_of_the_run_and_else_the_only_one(
 @pytest.mark.parametrize("runs", [["b", "c"], ["", ""], ["run", "run"], ["", "b", "c"]])
 def test_several_possible_clusters_are_refused_and_listed(runs: list[str], its_ray: Ray, port: int) -> None:
     its_ray.found = found = heads(*runs, port=port)
-    with pytest.raises(RunError, match=rf"{len(runs)} Ray clusters run on this machine.*set ray\.address") as raised:
+    with pytest.raises(RunError, match=rf"{len(runs)} Ray clusters on this .*set ray\.address") as raised:
         cluster.join("auto", namespace="run")
     assert str(raised.value).splitlines()[1:] == [f"  {each}" for each in found]
     assert its_ray.asked == []

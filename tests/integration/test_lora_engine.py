@@ -14,7 +14,7 @@ from tiny_groups import make_model
 
 from asyncrl.config.schema import Config
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.campaign]
 
 SCENARIO = Path(__file__).parent / "lora_engine_scenario.py"
 MAX_VERSIONS = 2

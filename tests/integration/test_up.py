@@ -51,7 +51,7 @@ IMPORTS = {"PYTHONPATH": os.pathsep.join(sys.path)}
 DENSE = "environment.reward=dense_reward:by_checksum"
 """Override for rewards that differ within a group. Without it, the first sentence about the run would warn that all
 rewards are equal."""
-STEPS = 44
+STEPS = 36
 """Steps of the watched run. They take several windows of ten seconds, the range of the dashboards' rates, also on a
 fast machine."""
 WARM_UP_STEPS = 4
