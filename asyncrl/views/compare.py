@@ -159,10 +159,10 @@ def _fitting(label: Sequence[str], columns: Sequence[Sequence[str]], *, width: i
             widths.pop()
             break
     shown = [label, *columns[: len(widths) - 1]]
-    head, *rows = zip(*shown, strict=True)
-    table = _table(head, [Row(name, values) for name, *values in rows], widths=widths)
+    heads, *rows = zip(*shown, strict=True)
+    table = _table(heads, [Row(name, values) for name, *values in rows], widths=widths)
     if left_out := 1 + len(columns) - len(shown):
-        table.caption = Text(f"{left_out} more columns do not fit here; --csv FILE writes all numbers")
+        table.caption = Text(f"columns that do not fit here: {left_out}; --csv FILE writes all numbers")
         table.caption_justify = "left"
     return table
 

@@ -254,7 +254,7 @@ def test_groups_in_a_terminal_have_the_columns_that_fit_and_name_the_others(
     assert row[1:3] == ["3", "0.1 ± 0.248"], "what was learned is first, and a value is on one line"
     assert row == [rows[0].name, *rows[0].values][: len(row)]
     left_out = 1 + len(rows[0].values) - len(row)
-    said = re.search(r"(\d+) more columns do not fit here; --csv FILE writes all numbers", " ".join(table.split()))
+    said = re.search(r"columns that do not fit here: (\d+); --csv FILE writes all numbers", " ".join(table.split()))
     assert (0 if said is None else int(said[1])) == left_out
     assert (left_out > 0) == (width < 120)
     written = csv.DictReader(io.StringIO(Path("numbers.csv").read_text()))
