@@ -6,7 +6,7 @@ Does not import torch.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -14,6 +14,8 @@ from msgspec.inspect import EnumType, LiteralType, StructType, Type, UnionType, 
 
 from asyncrl.config.import_path import suggest
 
+_Place = tuple[str | int, ...]
+"""Where a part is in a mapping of axes: keys, and indices of list entries."""
 _PLACE = re.compile(r"at `\$\.(?P<place>[^`]*)`")
 _UNKNOWN_FIELD = re.compile(r"unknown field `(?P<field>[^`]*)`")
 
@@ -30,33 +32,90 @@ def check_ratio_bounds(name: str, lo: float, hi: float, advice: str = "") -> Non
         raise ValueError(f"{name} bounds are ratios and must satisfy 0 ≤ lo ≤ 1 ≤ hi, got lo={lo}, hi={hi}{advice}")
 
 
-def explained(error: msgspec.ValidationError, *, struct: type[msgspec.Struct], axes: Mapping[str, Any]) -> str:
-    """Returns the text of `error`, which `msgspec.convert(axes, struct)` has raised, and adds what a user may write.
+def problems(axes: Mapping[str, Any], *, struct: type[msgspec.Struct]) -> list[str]:
+    """Returns all problems for which `msgspec.convert` refuses `axes` as a `struct`; none if it accepts them.
+
+    msgspec reports only the first problem. Each problem is therefore left out, so that the part has its default or is
+    missing, and the rest is converted again. A struct of which a part was left out is checked no further: its other
+    problems may be due to the part that is missing.
+    """
+    found, left_out = list[str](), set[_Place]()
+    while True:
+        try:
+            msgspec.convert(_without(axes, left_out), struct)
+            return found
+        except msgspec.ValidationError as error:
+            text = str(error)
+        named, unknown = _PLACE.search(text), _UNKNOWN_FIELD.search(text)
+        place = _given_place(named["place"] if named else "", axes, left_out)
+        if unknown or not any(part[: len(place)] == place for part in left_out):
+            text = text if named is None else text.replace(named["place"], _dotted(place))
+            found += _explained(text, place=place, struct=struct, axes=axes).splitlines()
+        if unknown:
+            place = (*place, unknown["field"])
+        if not place:
+            return found
+        left_out.add(place)
+
+
+def _without(value: Any, left_out: set[_Place], place: _Place = ()) -> Any:
+    """Returns `value` without the parts that are left out."""
+    match value:
+        case Mapping():
+            return {
+                key: _without(part, left_out, (*place, key))
+                for key, part in value.items()
+                if (*place, key) not in left_out
+            }
+        case list() | tuple():
+            return [_without(value[i], left_out, (*place, i)) for i in _kept(value, left_out, place)]
+        case _:
+            return value
+
+
+def _kept(entries: Sequence[object], left_out: set[_Place], place: _Place) -> list[int]:
+    return [i for i in range(len(entries)) if (*place, i) not in left_out]
+
+
+def _given_place(text: str, axes: Mapping[str, Any], left_out: set[_Place]) -> _Place:
+    """Returns the place that msgspec names, such as `gates[1].stat`, with the indices of entries as the user counts
+    them. msgspec does not see the entries that are left out."""
+    place, value = _Place(), cast(Any, axes)
+    for name in re.findall(r"\w+", text):
+        part = _kept(value, left_out, place)[int(name)] if name.isdigit() else name
+        value = value[part] if isinstance(part, int) else value.get(part)
+        place = (*place, part)
+    return place
+
+
+def _dotted(place: _Place) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+
+
+def _explained(text: str, *, place: _Place, struct: type[msgspec.Struct], axes: Mapping[str, Any]) -> str:
+    """Returns the text of one of msgspec's errors, and adds what a user may write at this place.
 
     For an unknown field these are the known fields; for another wrong value, the allowed names or kinds; for a value
     that looks like infinity, how YAML writes infinity. If none of these is known, the text is msgspec's own.
     """
-    text = str(error)
-    found = _PLACE.search(text)
-    place = found["place"] if found else ""
     types, value = list(_alternatives(type_info(struct))), cast(Any, axes)
-    for name in re.findall(r"\w+", place):
-        value = value[int(name)] if name.isdigit() else value.get(name)
-        types = [inner for outer in types for part in _parts(outer, name) for inner in _alternatives(part)]
+    for part in place:
+        value = value[part] if isinstance(part, int) else value.get(part)
+        types = [inner for outer in types for each in _parts(outer, str(part)) for inner in _alternatives(each)]
     if unknown := _UNKNOWN_FIELD.search(text):
         [kind] = [
             kind
             for kind in types
             if isinstance(kind, StructType) and (kind.tag_field is None or value[kind.tag_field] == kind.tag)
         ]
-        where = f"{place or 'an objective'}{'' if kind.tag is None else f' of kind {kind.tag}'}"
+        where = f"{_dotted(place) or 'an objective'}{'' if kind.tag is None else f' of kind {kind.tag}'}"
         known = [field.name for field in kind.fields]
         field = unknown["field"]
         return f"{where} has no field {field!r}{suggest(field, known)}; its fields are {', '.join(known) or 'none'}"
     choices = [str(choice) for kind in types if isinstance(kind, LiteralType) for choice in kind.values]
     if choices:
         return f"{text}; the choices are {', '.join(choices)}{suggest(str(value), choices)}"
-    if found and isinstance(value, str) and value.strip("+-").lower().startswith("inf"):
+    if place and isinstance(value, str) and value.strip("+-").lower().startswith("inf"):
         return f"{text}; infinity is written .inf"
     return text
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from asyncrl.algorithms.axis_errors import check_positive, explained
+from asyncrl.algorithms.axis_errors import check_positive, problems
 from asyncrl.config.import_path import OwnCallable, is_import_path, suggest
 from asyncrl.errors import ConfigError
 
@@ -265,11 +265,10 @@ def resolve_advantage(advantage: str | Mapping[str, Any]) -> Advantage:
             owners = [other for other, axes in rows.items() if option in axes.__struct_fields__]
             others = f"; {option} is an option of {', '.join(owners)}" if owners else suggest(option, known)
             raise ConfigError(f"{KEY}.{option}: {name} has no such option; its options are {', '.join(known)}{others}")
-    try:
-        found = msgspec.convert({**msgspec.to_builtins(row), **_plain(options)}, type(row))
-    except msgspec.ValidationError as error:
-        problem = explained(error, struct=type(row), axes=options)
-        raise ConfigError(f"{KEY}: {problem} ({options!r})") from error
+    axes = {**msgspec.to_builtins(row), **_plain(options)}
+    if wrong := problems(axes, struct=type(row)):
+        raise ConfigError("\n".join(f"{KEY}: {problem}" for problem in wrong) + f" ({options!r})")
+    found = msgspec.convert(axes, type(row))
     if isinstance(found, DiscountedOutcome) and found.by_token and "whiten" not in options:
         found = msgspec.structs.replace(found, whiten="tokens")
     idle = dict(_idle(found))

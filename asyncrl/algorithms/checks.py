@@ -70,11 +70,16 @@ def check_algorithm(config: Config) -> list[str]:
     if isinstance(advantage, Outcome):
         violations += _outcome(config, advantage)
         warnings += _single(config, advantage)
+    objective: Objective | None = None
     if own_loss(config.algorithm) is not None:
         violations += _own(config)
         warnings += _unknown(config)
     else:
-        objective = resolve_objective(config.algorithm.loss, config.algorithm.overrides)
+        try:
+            objective = resolve_objective(config.algorithm.loss, config.algorithm.overrides)
+        except ConfigError as error:
+            violations.append(str(error))
+    if objective is not None:
         violations += _uncorrected(config, objective)
         violations += _uncentered(config, objective)
         if advantage is not None:

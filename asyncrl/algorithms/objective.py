@@ -26,6 +26,7 @@ configuration.
 """
 
 import math
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Literal
 
@@ -610,8 +611,13 @@ class Objective(_Axis, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.constant is not None:
             check_positive("constant (a divisor of the loss)", self.constant)
+        if contradictions := list(self._contradictions()):
+            raise ValueError("\n".join(contradictions))
+
+    def _contradictions(self) -> Iterator[str]:
+        """Yields a sentence for each group of axes that cannot be combined."""
         if self.constant is not None and self.aggregation is not Aggregation.SEQUENCE_SUM_CONSTANT:
-            raise ValueError(
+            yield (
                 f"constant is an option of aggregation sequence_sum_constant, but aggregation is {self.aggregation}: "
                 "remove constant, or change aggregation"
             )
@@ -619,27 +625,23 @@ class Objective(_Axis, frozen=True, kw_only=True):
             idle = [name for name, unset in _OF_THE_RATIO.items() if getattr(self, name) != unset]
             if idle:
                 unset = ", ".join(f"{name}: {_OF_THE_RATIO[name] or 'null'}" for name in idle)
-                raise ValueError(
-                    f"the surrogate does not use a ratio, so {', '.join(idle)} would have no effect: set {unset}"
-                )
+                yield (f"the surrogate does not use a ratio, so {', '.join(idle)} would have no effect: set {unset}")
         if _kernels_with_ess(self.surrogate) and (self.anchor, self.level) != ("behaviour", "token"):
-            raise ValueError(
+            yield (
                 "a kernel with ess is capped at the effective share of the tokens' ratios to the sampler, so its own "
                 f"ratio must be that ratio: set anchor to behaviour and level to token, got {self.anchor} and "
                 f"{self.level}"
             )
         if self.level == "sequence_mean_token" and isinstance(self.surrogate, Weighted):
-            raise ValueError(
+            yield (
                 "level sequence_mean_token differs from sequence_mean only in the gradient of the ratio, but a "
                 "weighted surrogate has no gradient through its ratio: set level to sequence_mean"
             )
         if self.proximal == "interpolated" and "proximal" not in self.sources():
-            raise ValueError(
-                "proximal is interpolated, but no part of the objective reads the proximal policy: remove proximal"
-            )
+            yield ("proximal is interpolated, but no part of the objective reads the proximal policy: remove proximal")
 
         if self.centering is not None and (wrong := _uncentered(self)):
-            raise ValueError(
+            yield (
                 f"centering is {self.centering}, but the expected score of the sampler is not known with "
                 f"{', '.join(wrong)}: set surrogate to {{kind: reinforce}}, or to {{kind: weighted, positive: {{kind: "
                 "clamp, hi: C}, negative: {kind: clamp, hi: C}} with the same finite C, anchor: behaviour and level: "
@@ -647,10 +649,10 @@ class Objective(_Axis, frozen=True, kw_only=True):
             )
 
         if sum(penalty.control is not None for penalty in self.penalties) > 1:
-            raise ValueError("two penalties have control, but a step has one β that is recorded: remove one control")
+            yield "two penalties have control, but a step has one β that is recorded: remove one control"
 
         if self.chosen() and self.proximal == "interpolated":
-            raise ValueError(
+            yield (
                 "dropped and the tokens of penalties are chosen by the log-probs at the step's start, but proximal is "
                 "interpolated: set proximal to recomputed"
             )

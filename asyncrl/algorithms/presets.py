@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.algorithms.axis_errors import explained
+from asyncrl.algorithms.axis_errors import problems
 from asyncrl.algorithms.baselines import CriticBased, OwnEstimator, advantage_name, resolve_advantage
 from asyncrl.algorithms.objective import (
     Aggregation,
@@ -415,7 +415,8 @@ def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any
     A mapping replaces the fields that it names and keeps the others, at any depth. If it names another `kind` of
     surrogate or kernel, the other fields get the defaults of that kind. `weight: null` removes the weight. The lists
     `gates` and `penalties` are replaced as a whole. An entry of a list that does not name a field takes it from the
-    preset's entry with the same stat or kind. Raises ConfigError with the key, the value and the choices.
+    preset's entry with the same stat or kind. Raises ConfigError with a line for each wrong axis or value, with
+    the key, the value and the choices.
 
     >>> resolve_objective("tis", {"weight": {"hi": 4.0}}).weight.hi
     4.0
@@ -434,20 +435,22 @@ def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any
             "with algorithm.overrides"
         )
     axes: dict[str, Any] = msgspec.to_builtins(PRESETS[loss].objective) if isinstance(loss, str) else dict(loss)
+    known, lines = list(Objective.__struct_fields__), list[str]()
     for axis, value in overrides.items():
-        if axis not in Objective.__struct_fields__:
-            known = list(Objective.__struct_fields__)
-            raise ConfigError(
+        if axis in known:
+            axes[axis] = _replaced(axes.get(axis), value)
+        else:
+            lines.append(
                 f"algorithm.overrides.{axis}: there is no such axis; the axes are {', '.join(known)}"
                 f"{suggest(axis, known)}"
             )
-        axes[axis] = _replaced(axes.get(axis), value)
-    try:
-        return msgspec.convert(axes, Objective)
-    except msgspec.ValidationError as error:
+    if wrong := problems(axes, struct=Objective):
         key = "algorithm.overrides" if isinstance(loss, str) else "algorithm.loss"
-        problem = explained(error, struct=Objective, axes=axes)
-        raise ConfigError(f"{key}: {problem} ({loss!r} with {dict(overrides)!r})") from error
+        lines += [f"{key}: {problem}" for problem in wrong]
+        lines[-1] += f" ({loss!r} with {dict(overrides)!r})"
+    if lines:
+        raise ConfigError("\n".join(lines))
+    return msgspec.convert(axes, Objective)
 
 
 def own_loss(section: AlgorithmSection) -> OwnCallable | None:

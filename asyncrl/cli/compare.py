@@ -45,7 +45,8 @@ def compare(
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the numbers to this CSV file too.")] = None,
 ) -> None:
     """Write a self-contained HTML page with the curves of several runs in the same charts, their totals, and the
-    settings in which they differ. Print the totals. The runs may still be running.
+    settings in which they differ. Print the totals. The runs may still be running. Of many runs or of groups, only the
+    columns that fit into the terminal are printed; --csv writes all numbers.
 
     With --by run.seed, runs that differ only in their seed are one group: the page and the tables have means with 95 %
     t-intervals, curves with bands, and the differences of the groups to the first one with a test.
@@ -60,8 +61,9 @@ def compare(
     with contextlib.ExitStack() as open_runs:
         directories = [open_runs.enter_context(recorded_run(run, MirroredRun.records)) for run in runs]
         groups = read_compared(directories, info_of=as_it_is, by=keys, names=runs)
-    for table in terminal_tables(groups, by=keys):
-        ShownConsole().print(table)
+    console = ShownConsole()
+    for table in terminal_tables(groups, by=keys, width=console.width):
+        console.print(table)
     print_warnings([group.note for group in groups if group.note])
     settings = [row.name for row in settings_that_differ(groups, by=keys)]
     say(f"settings that differ: {', '.join(settings) or 'none'}")

@@ -1,6 +1,7 @@
 """`asyncrl config`: shows, checks or describes a configuration. Starts no run, and imports no heavy library itself."""
 
 import json
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +9,8 @@ from typing import Annotated
 import typer
 
 from asyncrl.algorithms.axes_schema import with_axes
-from asyncrl.algorithms.presets import baseline_of
+from asyncrl.algorithms.presets import baseline_of, own_loss
+from asyncrl.cli.losses import axes_of_config
 from asyncrl.cli.options import AllowPublic, ConfigFiles, Overrides
 from asyncrl.cli.preflight import checked_config, look, timeouts_of_model
 from asyncrl.cli.terminal import command_app, print_warnings, say
@@ -23,11 +25,19 @@ app = command_app(help="Show, check or describe a configuration, without startin
 
 @app.command()
 def show(files: ConfigFiles, overrides: Overrides) -> None:
-    """Print the merged configuration as YAML, with all defaults. A comment marks the time limits that follow the size
-    of the model."""
+    """Print the merged configuration as YAML, with all defaults. A comment in the section algorithm has all axes of the
+    objective, as `asyncrl losses -c` prints them. Comments mark the time limits that follow the size of the model."""
     config = load_config(files, overrides)
     derived = timeouts_of_model(config)
-    say(_marked(dump_config(with_timeouts(config, derived)).removesuffix("\n"), derived))
+    text = _marked(dump_config(with_timeouts(config, derived)), derived)
+    say((text if own_loss(config.algorithm) is not None else _with_axes(text, config)).removesuffix("\n"))
+
+
+def _with_axes(text: str, config: Config) -> str:
+    """Adds all axes of the objective, with the overrides, as a comment to the end of the section `algorithm`."""
+    axes = "".join(f"  # {line}\n" for line in axes_of_config(config).splitlines())
+    comment = f"  # All axes of the objective, and the advantages:\n{axes}"
+    return re.sub(r"^algorithm:\n.*?(?=^\S|\Z)", lambda found: found[0] + comment, text, flags=re.DOTALL | re.MULTILINE)
 
 
 def _marked(text: str, keys: Collection[str]) -> str:

@@ -25,9 +25,9 @@ def losses(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[NAME]",
+            metavar="NAME | KEY=VALUE",
             show_default=False,
-            help="Preset, or with --axes an axis. With -c: overrides KEY=VALUE.",
+            help="Without -c: a preset, or with --axes an axis. With -c: overrides of the configuration.",
         ),
     ] = None,
     axes: Annotated[bool, typer.Option("--axes", help="Show the axes and their values, or all of one axis.")] = False,
@@ -50,8 +50,13 @@ def losses(
       asyncrl losses -c mine.yaml algorithm.overrides.surrogate.hi=1.001
       asyncrl losses --axes surrogate
     """
+    if files and axes:
+        raise ConfigError(
+            "--axes describes the axes and reads no configuration: leave out -c, or leave out --axes to see the values "
+            "of the configuration's axes"
+        )
     if files:
-        say(_of_config(load_config(files, words or [])))
+        say(axes_of_config(load_config(files, words or [])))
         return
     if len(words or []) > 1:
         raise ConfigError(f"{' '.join(words or [])}: name one preset, or give the overrides of a configuration with -c")
@@ -83,7 +88,7 @@ def losses(
     say(dump_yaml(printed).removesuffix("\n"))
 
 
-def _of_config(config: Config) -> str:
+def axes_of_config(config: Config) -> str:
     """Returns the objective and the advantage estimator of a configuration as YAML, with the values of all axes of the
     objective. Raises ConfigError if the loss is the user's own."""
     if own := own_loss(config.algorithm):

@@ -162,11 +162,13 @@ class RunSection(Section):
 
 class TinyModelSection(Section):
     """A tiny Qwen3 model. It is built and warmed up if `model.path` does not exist yet, and
-    again if asyncrl built the model there and this section, `model.max_length` or the training prompts have changed.
-    The warm-up is supervised training on solved examples of the environment, before reinforcement learning starts."""
+    again if asyncrl built the model there and this section, `model.max_length` or the prompts of the warm-up have
+    changed. The warm-up is supervised training on solved examples of the environment, before reinforcement learning
+    starts."""
 
     seed: NonNegativeInt = 0
-    """Seed of the initial weights and of the warm-up batches."""
+    """Seed of the initial weights, of the warm-up batches, and of the tasks of the warm-up if the environment makes
+    them. `run.seed` does not change the model, so the seeds of a sweep begin with the same one."""
     hidden_size: PositiveInt = 128
     """Hidden size of the model."""
     layers: PositiveInt = 3

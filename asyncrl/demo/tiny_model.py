@@ -29,6 +29,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from asyncrl.config.parts import part_configs
 from asyncrl.config.schema import Config, TinyModelSection
 from asyncrl.data.prompts import Task, fingerprint
 from asyncrl.data.tokenizer import encode_prompt
@@ -61,16 +62,23 @@ def ensure_model(
     """Builds the tiny model at `config.model.path` if `model.tiny` is set and the model is not there yet. Returns the
     path.
 
-    The model is built again if its recipe or its training tasks have changed. A directory that this module did not
-    write is used as it is. Without `model.tiny`, the path is returned unchanged, because it may be a hub id. `tasks` is
-    the result of `build_tasks`, if the caller already has it. `model.max_length` (tokens) is the limit for prompt,
-    answer and end-of-sequence token together. Raises DatasetError for a task that is longer, and, without
-    `model.tiny.chat`, for one with characters other than printable ASCII and newlines.
+    The model is built again if its recipe or the tasks of its warm-up have changed. If the tasks are made by the
+    environment, those of the warm-up have the seed `model.tiny.seed`, so runs of other seeds begin with the same model.
+    A directory that this module did not write is used as it is. Without `model.tiny`, the path is returned unchanged,
+    because it may be a hub id. `tasks` is the result of `build_tasks`, if the caller already has it.
+    `model.max_length` (tokens) is the limit for prompt, answer and end-of-sequence token together. Raises DatasetError
+    for a task that is longer, and, without `model.tiny.chat`, for one with characters other than printable ASCII and
+    newlines.
     """
     section, path, max_length = config.model.tiny, Path(config.model.path), config.model.max_length
     if section is None or _is_foreign(path):
         return config.model.path
     train, heldout = tasks or build_tasks(config)
+    of_run = [*train, *heldout]
+    if config.run.seed != section.seed:
+        config = config.model_copy(update={"run": config.run.model_copy(update={"seed": section.seed})})
+        if any(part.data.dataset == "environment" for part in part_configs(config).values()):
+            train, heldout = build_tasks(config)
     shown = build_demonstrations(config) if section.chat else []
     recipe = {"fingerprint": recipe_fingerprint(section, tasks=train, max_length=max_length, shown=shown)}
     was = _recipe_of(path)
@@ -79,7 +87,7 @@ def ensure_model(
     if was.get("fingerprint", was.get(_REPLACED)):
         report("tiny model: the recipe has changed, so the model is built again")
     tokenizer, described, recipe["description"] = _described(section, max_length=max_length)
-    _check([*train, *heldout], tokenizer=tokenizer, max_length=max_length)
+    _check([*of_run, *train, *heldout], tokenizer=tokenizer, max_length=max_length)
     with _deterministic(section.seed):
         model = Qwen3ForCausalLM(described)  # type: ignore[no-untyped-call]
         report(f"tiny model: {model.num_parameters() / 1e6:.2f}M parameters, {len(train)} training tasks")

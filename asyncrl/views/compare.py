@@ -4,6 +4,7 @@ A run, or a group of runs that differ only in the settings of `--by`, keeps its 
 """
 
 import re
+import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -34,6 +35,9 @@ SECTIONS = (
 """The quantities on the x axis, each with the title and the text of its section."""
 GAP, TITLE_HEIGHT, LEGEND_LINE = 24, 24, 18
 """Lengths in the SVG file, in SVG units: between charts, of a chart's title, and of a line of the legend."""
+
+COLUMN_GAP, LONGEST_CELL = 2, 20
+"""Characters in a terminal: between columns, and of the value of a setting."""
 
 
 def compare_html(groups: Sequence[Group], *, by: Sequence[str] = ()) -> str:
@@ -123,21 +127,51 @@ def write_output(option: str, output: Path, content: bytes) -> None:
         ) from None
 
 
-def terminal_tables(groups: Sequence[Group], *, by: Sequence[str] = ()) -> list[Table]:
-    """Returns the numbers as tables for a terminal: with `by` those of the groups and their differences, else the
-    totals of the runs. More runs than a terminal has room for as columns are rows, as groups are."""
+def terminal_tables(groups: Sequence[Group], *, by: Sequence[str] = (), width: int) -> list[Table]:
+    """Returns the numbers as tables for a terminal of `width` characters: with `by` those of the groups and their
+    differences, else the totals of the runs. More runs than a terminal has room for as columns are rows, as groups are.
+    A table of rows has the columns that fit, and below it the number of those that are left out."""
     if not by and len(groups) <= len(RUN_COLORS):
         return [_table(["", *(group.label for group in groups)], totals(all_runs(groups)))]
-    tables = [_table(*group_table(groups))]
+    head, rows = group_table(groups)
+    label, runs, *numbers = map(list, zip(head, *([row.name, *row.values] for row in rows), strict=True))
+    learned = [column for column in numbers if column[0].startswith(("reward", "held-out reward"))]
+    differing = [
+        [row.name.rpartition(".")[2], *(textwrap.shorten(value, LONGEST_CELL, placeholder="…") for value in row.values)]
+        for row in settings_that_differ(groups, by=by)
+    ]
+    # the label of a group of --by has the settings in which it differs, that of a single run has its name
+    first = [runs, *learned] if by else [*learned, *differing]
+    tables = [_fitting(label, [*first, *(column for column in numbers if column not in learned)], width=width)]
     if by and (rows := difference_rows(groups)):
         tables.append(_table([f"minus {groups[0].label}", *DIFFERENCE_HEAD[1:]], rows))
     return tables
 
 
-def _table(head: Sequence[str], rows: Sequence[Row]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for index, name in enumerate(head):
-        table.add_column(Text(name), justify="right" if index else "left", overflow="fold")
+def _fitting(label: Sequence[str], columns: Sequence[Sequence[str]], *, width: int) -> Table:
+    """Returns a table of the label and as many columns as fit into `width` characters, at least one. Each column is a
+    head and its cells; the words of a head may be on lines of their own. The caption has the number of columns that are
+    left out."""
+    widths = [min(max(map(len, label)), max(LONGEST_CELL, width // 3))]
+    for head, *cells in columns:
+        widths.append(max(map(len, [*head.split(), *cells])))
+        if len(widths) > 2 and sum(widths) + COLUMN_GAP * (len(widths) - 1) > width:
+            widths.pop()
+            break
+    shown = [label, *columns[: len(widths) - 1]]
+    heads, *rows = zip(*shown, strict=True)
+    table = _table(heads, [Row(name, values) for name, *values in rows], widths=widths)
+    if left_out := 1 + len(columns) - len(shown):
+        table.caption = Text(f"columns that do not fit here: {left_out}; --csv FILE writes all numbers")
+        table.caption_justify = "left"
+    return table
+
+
+def _table(head: Sequence[str], rows: Sequence[Row], *, widths: Sequence[int | None] = ()) -> Table:
+    """Returns a table. A column without a width is as wide as the terminal allows."""
+    table = Table(box=None, pad_edge=False, padding=(0, COLUMN_GAP, 0, 0), header_style="bold")
+    for index, (name, width) in enumerate(zip_longest(head, widths)):
+        table.add_column(Text(name), justify="right" if index else "left", overflow="fold", width=width)
     for row in rows:
         table.add_row(Text(row.name), *map(Text, row.values))
     return table

@@ -31,29 +31,31 @@ class Total(NamedTuple):
 
 
 def totals_of(runs: Sequence[Compared]) -> list[Total]:
-    """Returns the numbers that at least one of the runs has."""
+    """Returns the numbers that at least one of the runs has: what was learned, then speed and staleness, then the
+    others. A terminal shows the first ones."""
     found = [
-        Total("steps", lambda total: total.steps, tested=False),
         Total("reward, last steps", lambda total: total.reward_last),
         *(
             Total(f"held-out reward{of_set(name)}, last", partial(_last_of, name=name))
             for name in dict.fromkeys(name for name, _ in _heldout_numbers(runs))
         ),
+        Total("steps", lambda total: total.steps, tested=False),
+        Total("trained samples per second", lambda total: total.samples_per_s),
+        Total("oldest trained token, versions", lambda total: total.max_token_staleness, tested=False),
+        Total("effective sample size, mean", lambda total: total.ess_ratio_mean),
+        Total("seconds", lambda total: total.wall_s),
+        Total("effective training time, share of the wall time", lambda total: total.effective_training_time_ratio),
+        Total("trained tokens", lambda total: total.trained_tokens, tested=False),
         *(
             Total(f"{_in_words(name, of)}, last", partial(_last_number, name=name, of=of), tested=False)
             for name, of in _heldout_numbers(runs)
             if of is not None
         ),
-        Total("trained samples per second", lambda total: total.samples_per_s),
-        Total("seconds", lambda total: total.wall_s),
-        Total("effective training time, share of the wall time", lambda total: total.effective_training_time_ratio),
         *(
             Total(f"{device.words} of the {pool}{what}", partial(_cost_of, pool=pool, device=device, part=part))
             for pool, device in _cost_pools(runs)
             for part, what in COST_PARTS.items()
         ),
-        Total("trained tokens", lambda total: total.trained_tokens, tested=False),
-        Total("effective sample size, mean", lambda total: total.ess_ratio_mean),
     ]
     return [each for each in found if any(_values(each, runs))]
 

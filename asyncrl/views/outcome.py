@@ -11,6 +11,7 @@ from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.learner.records import EvalRecord, Summary
 from asyncrl.views.health_finds import by_reason
 from asyncrl.views.quantities import held_out, held_out_numbers
+from asyncrl.views.short_values import LONGEST_NAME
 
 
 def totals_lines(summary: Summary, *, total_steps: int) -> Iterator[str]:
@@ -134,18 +135,22 @@ def command_to_go_on(again: Sequence[str], *, config: Config, weights: Path, pyt
     """Returns the command that continues training from `weights` in a new run.
 
     `again` is the command that started the run, without `asyncrl`. The new command has the same options, and another
-    name of the run. `pythonpath` is the PYTHONPATH that the command needs, if it needs one.
+    name and mirror of the run. `pythonpath` is the PYTHONPATH that the command needs, if it needs one.
 
     >>> config = Config.model_validate({"run": {"name": "live"}, "model": {"tiny": {}}})
     >>> again = ["up", "-c", "my tasks.yaml", "run.name=live", "model.tiny.warmup_steps=3", "run.seed=7"]
     >>> command_to_go_on(again, config=config, weights=Path("runs/live/step-9/hf"))
-    "asyncrl up -c 'my tasks.yaml' run.seed=7 run.name=live-2 model.path=runs/live/step-9/hf model.tiny=null"
+    "asyncrl up -c 'my tasks.yaml' run.seed=7 run.name=live-part2 model.path=runs/live/step-9/hf model.tiny=null"
     """
-    kept = [word for word in again if not word.startswith(("run.name=", "model.path=", "model.tiny=", "model.tiny."))]
-    changed = [f"run.name={_next_name(config)}", f"model.path={weights}"]
+    replaced = ("run.name=", "run.mirror=", "model.path=", "model.tiny=", "model.tiny.")
+    name, end = _next_name(config)
+    changed = [f"run.name={name}"]
+    if (mirror := config.run.mirror) is not None:  # which takes one run only
+        changed.append(f"run.mirror={_PART.sub('', mirror.rstrip('/'))}{end}")
+    changed.append(f"model.path={weights}")
     if config.model.tiny is not None:
         changed.append("model.tiny=null")
-    return _command([*kept, *changed], pythonpath=pythonpath)
+    return _command([*(word for word in again if not word.startswith(replaced)), *changed], pythonpath=pythonpath)
 
 
 def _command(words: Sequence[str], *, pythonpath: str | None) -> str:
@@ -153,8 +158,18 @@ def _command(words: Sequence[str], *, pythonpath: str | None) -> str:
     return variables + shlex.join(["asyncrl", *words])
 
 
-def _next_name(config: Config) -> str:
-    """Returns the run's name with the next number for which there is no directory."""
-    stem, number = re.fullmatch(r"(.*?)(?:-(\d+))?", config.run.name).groups()  # type: ignore[union-attr]
-    following = itertools.count(int(number or 1) + 1)
-    return next(name for each in following if not (config.run.dir / (name := f"{stem}-{each}")).exists())
+_PART = re.compile(r"-part(\d+)$")
+"""The end of the name of a run that continues another one."""
+
+
+def _next_name(config: Config) -> tuple[str, str]:
+    """Returns a name for the run that continues this one, and the end of this name: the next `-part2`, `-part3` … for
+    which there is no directory. A number that the user gave the name, such as the seed in that of a sweep's run, stays:
+    the next number may be the name of another run, also of one that starts later."""
+    stem, part = _PART.sub("", config.run.name), _PART.search(config.run.name)
+    for each in itertools.count(int(part[1]) + 1 if part else 2):
+        end = f"-part{each}"
+        name = stem[: LONGEST_NAME - len(end)] + end
+        if not (config.run.dir / name).exists():
+            return name, end
+    raise AssertionError("unreachable: the count has no end")

@@ -384,3 +384,13 @@ def test_groups_of_equal_rewards_are_not_left_out_where_they_have_a_gradient(
     found = violations(*settings, f"algorithm.zero_variance={filters}")
     assert any("does not compare the samples of a group" in line for line in found), found
     warnings("algorithm.advantage=reinforce_pp_baseline", f"algorithm.zero_variance={filters}")
+
+
+def test_wrong_axes_of_the_objective_and_of_the_advantages_are_reported_at_once() -> None:
+    given = ["algorithm.advantage={name: group_norm, eps: -1}", "algorithm.overrides={levle: token, proximal: no}"]
+    with pytest.raises(ConfigError) as caught:
+        check_algorithm(load_config([], given))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3, lines
+    for line, key in zip(lines, ["advantage: eps", "overrides.levle: ", "overrides: Invalid enum value"], strict=True):
+        assert line.startswith(f"algorithm.{key}")

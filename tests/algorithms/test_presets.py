@@ -320,6 +320,41 @@ def test_impossible_choices_are_refused(name: str, overrides: dict[str, Any], wo
         assert word in str(caught.value)
 
 
+@pytest.mark.fault("F28")
+def test_all_wrong_axes_and_values_are_reported_at_once() -> None:
+    loss = {
+        "surrogate": {"kind": "clipped", "lo": 1.5, "hi": 1.0},
+        "anker": "behaviour",
+        "gates": [{"stat": "ratio"}, {"stat": "k2", "hi": 1.0}, {"stat": "ratoi"}, {"stat": "k3", "low": 0, "lo": 1.0}],
+        "level": "tokens",
+        "weight": {"p": "prox", "hi": 0.5, "outside": "zeros"},
+        "aggregation": "mean",
+    }
+    with pytest.raises(ConfigError) as caught:
+        resolve_objective(loss, {"wieght": {}, "levle": "token"})
+    places = [
+        "overrides.wieght: ",
+        "overrides.levle: ",
+        "loss: clip bounds",
+        "loss: an objective has no field 'anker'",
+    ]
+    places += ["`$.gates[0]`", "`$.gates[2].stat`", "gates[3] has no field 'low'", "`$.level`", "`$.weight.p`"]
+    places += ["`$.weight.outside`", "`$.aggregation`"]
+    lines = str(caught.value).splitlines()
+    assert len(lines) == len(places), lines
+    for line, place in zip(lines, places, strict=True):
+        assert f"algorithm.{place}" in line if ": " in place else place in line
+    assert "hi=0.5" not in lines[-3], "the bounds of a weight of which parts are wrong are not judged"
+
+
+def test_all_axes_that_contradict_each_other_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_objective({"surrogate": {"kind": "reinforce"}, "constant": 3, "level": "sequence_sum"}, {})
+    constant, level = str(caught.value).splitlines()
+    assert constant.startswith("algorithm.loss: constant is an option of aggregation sequence_sum_constant")
+    assert level.startswith("algorithm.loss: the surrogate does not use a ratio, so level would have no effect")
+
+
 def test_an_overridden_gate_keeps_what_it_does_not_name() -> None:
     """A gate with default fields would compare the proximal policy and act on every token: another objective."""
     narrower = {"gates": [{"stat": "probability", "lo": -0.1, "hi": 0.1}]}

@@ -12,6 +12,7 @@ from asyncrl.cli import preflight
 from asyncrl.cli.config import summary
 from asyncrl.cli.main import app
 from asyncrl.config.load import load_config
+from asyncrl.config.schema import Config
 
 ON_POLICY = ["staleness.max_versions=0", "weights.publish_every_steps=1"]
 runner = CliRunner()
@@ -153,7 +154,28 @@ def test_show_prints_and_marks_the_limits_that_follow_the_size_of_the_model(
     assert checked.weights.load_timeout_s == shown["weights"]["load_timeout_s"]
 
 
+@pytest.mark.parametrize(
+    "loss",
+    ["algorithm.loss=gspo", "algorithm.loss={surrogate: {kind: linear}, anchor: behaviour}"],
+    ids=["preset", "axes"],
+)
+def test_show_has_all_axes_of_the_objective_in_a_comment_of_the_section(loss: str) -> None:
+    given = [loss, "algorithm.overrides.aggregation=prompt_mean", "staleness.max_versions=0"]
+    shown = runner.invoke(app, ["config", "show", *given]).stdout
+    assert Config.model_validate(yaml.safe_load(shown)) == load_config([], given)
+    section = shown.partition("\nalgorithm:\n")[2].partition("\nstaleness:\n")[0]
+    comments = [line.removeprefix("  # ") for line in section.splitlines() if line.startswith("  # ")]
+    assert comments[1:] == runner.invoke(app, ["losses", "-c", str(QUICKSTART), *given]).stdout.splitlines()
+    assert "    aggregation: prompt_mean" in comments
+
+
+def test_show_has_no_axes_for_a_loss_of_the_user() -> None:
+    result = runner.invoke(app, ["config", "show", "algorithm.loss=mine:loss"])
+    assert result.exit_code == 0
+    assert "axes of the objective" not in result.stdout
+
+
 def test_show_marks_nothing_for_a_small_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LARGE | {"num_hidden_layers": 2}))
     result = runner.invoke(app, ["config", "show", f"model.path={tmp_path}", "model.dtype=bfloat16"])
-    assert "#" not in result.stdout
+    assert "# unset" not in result.stdout

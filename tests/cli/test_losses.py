@@ -51,6 +51,13 @@ def test_with_a_configuration_all_axes_of_its_objective_are_printed(tmp_path: Pa
     assert "algorithm.loss = mine:loss: a loss of your own has no axes" in own.stderr
 
 
+def test_axes_are_refused_with_a_configuration(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("algorithm: {loss: gspo}\n")
+    result = runner.invoke(app, ["losses", "-c", str(tmp_path / "mine.yaml"), "--axes", "surrogate"])
+    assert result.exit_code == 2
+    assert "--axes describes the axes and reads no configuration: leave out -c" in result.stderr
+
+
 def test_two_names_are_refused() -> None:
     assert "gspo ppo: name one preset" in runner.invoke(app, ["losses", "gspo", "ppo"]).stderr
 

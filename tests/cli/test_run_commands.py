@@ -62,7 +62,6 @@ def test_the_last_lines_of_a_stopped_run_say_where_its_weights_are_and_how_to_go
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, path, summary = ended(tmp_path, steps=4)
-    (tmp_path / "quick-2").mkdir()
     command = again("up", [Path("a.yaml")], ["run.name=quick", "run.seed=7"], allow_public=True)
     print_outcome(summary, path, config=config, again=command)
     lines = capsys.readouterr().out.splitlines()
@@ -108,14 +107,36 @@ def test_the_last_lines_of_a_finished_run_say_how_to_continue_its_training_in_a_
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, path, summary = ended(tmp_path, steps=9)
-    (tmp_path / "quick-2").mkdir()
+    (tmp_path / "quick-part2").mkdir()
     print_outcome(summary, path, config=config, again=again("up", [Path("a.yaml")], ["run.name=quick", "run.seed=7"]))
     lines = capsys.readouterr().out.splitlines()
     assert "  continue training from them in a new run, with a new optimizer and step count:" in lines
     assert lines[-1].split() == [
-        "asyncrl", "up", "-c", "a.yaml", "run.seed=7", "run.name=quick-3",
+        "asyncrl", "up", "-c", "a.yaml", "run.seed=7", "run.name=quick-part3",
         f"model.path={path}/checkpoints/step-9/hf", "model.tiny=null",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("run", "name", "mirror"),
+    [
+        ({"name": "sweep_seed-1"}, "sweep_seed-1-part2", None),
+        ({"name": "quick-part2"}, "quick-part3", None),
+        ({"name": "a" * 64}, "a" * 58 + "-part2", None),
+        ({"name": "quick", "mirror": "s3://bucket/quick/"}, "quick-part2", "s3://bucket/quick-part2"),
+    ],
+    ids=["number", "part", "long", "mirror"],
+)
+def test_the_run_that_continues_another_has_a_name_and_a_mirror_that_no_other_run_has(
+    run: dict[str, Any], name: str, mirror: str | None, tmp_path: Path
+) -> None:
+    """`seed-2` would be the next run of a sweep, a name has 64 characters at most, and a mirror takes one run."""
+    config = Config.model_validate({"run": {"dir": str(tmp_path), **run}})
+    command = ["up", *(f"run.{key}={value}" for key, value in run.items())]
+    *_, line = lines_to_go_on(tmp_path, finished=True, config=config, again=command)
+    expected = [f"run.name={name}", *([f"run.mirror={mirror}"] if mirror else []), f"model.path={tmp_path}"]
+    assert line.split() == ["asyncrl", "up", *expected]
+    Config.model_validate({"run": {"name": name}})
 
 
 @pytest.mark.parametrize(

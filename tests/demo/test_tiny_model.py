@@ -204,6 +204,19 @@ def test_a_missing_model_is_built_once_and_again_when_its_recipe_changes(tmp_pat
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_the_seed_of_a_run_does_not_change_the_model_although_it_changes_the_environment_s_tasks(
+    tmp_path: Path,
+) -> None:
+    """The seeds of a sweep begin with the same model; with the seed of `model.tiny`, the model is another one."""
+    quickstart = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+    given = [f"model.path={tmp_path / 'm'}", "model.tiny.warmup_steps=1", "environment.options.size=20"]
+    ensure_model(load_config([quickstart], given), report=silent)
+    recipe = (tmp_path / "m" / TINY_RECIPE).read_text()
+    ensure_model(load_config([quickstart], [*given, "run.seed=1"]), report=pytest.fail)
+    ensure_model(load_config([quickstart], [*given, "run.seed=1", "model.tiny.seed=1"]), report=silent)
+    assert (tmp_path / "m" / TINY_RECIPE).read_text() != recipe
+
+
 def test_config_and_tokenizer_are_there_before_the_weights_and_change_with_the_recipe(tmp_path: Path) -> None:
     path = tmp_path / "models" / "tiny"
     assert ensure_description(config(path, small())) == str(path)

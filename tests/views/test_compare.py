@@ -238,6 +238,46 @@ def test_the_command_writes_the_page_and_prints_the_totals(
     assert runner.invoke(app, ["compare"]).exit_code == 2
 
 
+@pytest.mark.parametrize("width", [50, 80, 120, 400])
+def test_groups_in_a_terminal_have_the_columns_that_fit_and_name_the_others(
+    width: int, seeds: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["compare", "--by", "run.seed", *map(str, seeds), "--csv", "numbers.csv"]
+    result = runner.invoke(app, command, env={"COLUMNS": str(width)})
+    assert result.exit_code == 0, result.output
+    table, _, _ = result.output.partition("minus ")
+    lines = table.splitlines()
+    assert max(map(len, lines)) <= width
+    [row] = [re.split(r"  +", line.strip()) for line in lines if line.startswith("max_versions=2")]
+    _, rows = group_table(read(*seeds, by=["run.seed"]))
+    assert row[1:3] == ["3", "0.1 ± 0.248"], "what was learned is first, and a value is on one line"
+    assert row == [rows[0].name, *rows[0].values][: len(row)]
+    left_out = 1 + len(rows[0].values) - len(row)
+    said = re.search(r"columns that do not fit here: (\d+); --csv FILE writes all numbers", " ".join(table.split()))
+    assert (0 if said is None else int(said[1])) == left_out
+    assert (left_out > 0) == (width < 120)
+    written = csv.DictReader(io.StringIO(Path("numbers.csv").read_text()))
+    numbers = {row["number"] for row in written if row["kind"] == "group"}
+    assert len(numbers) == len(rows[0].values) - 1
+
+
+def test_many_runs_in_a_terminal_have_what_they_learned_and_the_settings_in_which_they_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = [
+        write_run(tmp_path, [make_step(step) for step in range(2)], name=f"r{limit}", limit=limit)
+        for limit in range(1, 10)
+    ]
+    result = runner.invoke(app, ["compare", *map(str, paths)], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    head = " ".join(result.output.partition("\nr1 ")[0].split())
+    assert "max_versions" in head
+    assert max(map(len, result.output.splitlines())) <= 80
+    assert re.search(r"^r7 .* 7 ", result.output, re.MULTILINE)
+
+
 def test_runs_that_differ_only_in_the_seed_are_a_group_with_a_mean_and_an_interval(seeds: list[Path]) -> None:
     groups = read(*seeds, by=["run.seed"])
     assert [group.label for group in groups] == ["max_versions=2", "max_versions=3"]
