@@ -1,6 +1,21 @@
 """The dashboard Flow: which side waits for the other, on the path from a reserved prompt to loaded weights."""
 
-from panels import HEALTHY, RAY, REPLICA, RUN, STEPS, Query, lines, mean, now, number, quantiles, rate, state_shares
+from panels import (
+    HEALTHY,
+    RAY,
+    REPLICA,
+    RUN,
+    STEPS,
+    Query,
+    lines,
+    mean,
+    now,
+    number,
+    of_gpus,
+    quantiles,
+    rate,
+    state_shares,
+)
 
 TITLE = "asyncrl / Flow"
 UID = "asyncrl-flow"
@@ -11,6 +26,9 @@ TRAINING = rate("asyncrl_learner_state_seconds_total", f'state="forward_backward
 PEAK = f"sum(asyncrl_learner_peak_flops_per_second{{{RUN}}})"
 COUNTED = f"and sum(asyncrl_learner_model_flops_total{{{RUN}}}) > 0"
 """FLOPs of some models are not counted. The panels then show no value, because 0 would be wrong."""
+OF_DCGM = (
+    "Empty without NVIDIA's DCGM exporter. The GPUs are those of the nodes of the run's Ray, also of other programs."
+)
 
 ROWS = {
     "Which side waits for the other?": [
@@ -502,6 +520,26 @@ ROWS = {
             Query(f"sum by (Name) (ray_memory_manager_worker_eviction_total{{{RAY}}})", "{{Name}}"),
             unit="none",
             span=12,
+        ),
+    ],
+    "GPUs": [
+        *(
+            lines(title, f"{what} {OF_DCGM}", Query(of_gpus(metric), "{{node}}: GPU {{gpu}}"), unit=unit)
+            for title, what, metric, unit in (
+                ("Memory of each GPU", "Used memory of each GPU of both pools.", "DCGM_FI_DEV_FB_USED", "mbytes"),
+                (
+                    "Busy share of each GPU",
+                    "Share of the time in which any kernel runs on the GPU. It says little about how well it is used.",
+                    "DCGM_FI_DEV_GPU_UTIL",
+                    "percent",
+                ),
+                (
+                    "Last XID error of each GPU",
+                    "The number of the last error that the driver reported; 0 without one. NVIDIA's list explains it.",
+                    "DCGM_FI_DEV_XID_ERRORS",
+                    "none",
+                ),
+            )
         ),
     ],
 }

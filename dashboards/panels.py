@@ -145,6 +145,19 @@ def rate(counter: str, filters: str, *, by: str = "", over: str = OFTEN) -> str:
     return f"sum{f' by ({by})' if by else ''} (rate({counter}{{{filters}}}[{over}]))"
 
 
+def of_gpus(metric: str) -> str:
+    """Returns a metric of NVIDIA's DCGM exporter for each GPU of the nodes of the run's Ray.
+
+    The exporter knows no run. The label `node` of Ray's metrics is the name of the host, which is the exporter's label
+    `Hostname`, or on Kubernetes the name of the pod that has the GPU, which is its label `pod`."""
+    nodes = f"on (node) ray_object_store_memory{{{RAY}}}"
+    parts = [
+        f'max by (node, gpu) (label_replace({metric}{{{RAY}}}, "node", "$1", "{label}", "(.+)") and {nodes})'
+        for label in ("Hostname", "pod")
+    ]
+    return " or ".join(parts)
+
+
 def mean(histogram: str, filters: str, *, by: str = "") -> str:
     """Returns the query of the recent mean of a histogram that gets values once per step or per weight update."""
     total, count = (rate(f"{histogram}_{part}", filters, by=by, over=STEPS) for part in ("sum", "count"))

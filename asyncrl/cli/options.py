@@ -205,7 +205,8 @@ def print_previous(run_dir: "RunDir") -> None:
         logger.info("%s", line)
         say(line)
     if (resumed := run_dir.resumed) is not None:
-        why = f"the process before this one ended {earlier_end()}; " if earlier_end() else ""
+        ended = f"ended {earlier_end()}" if resumed.info.state != "stopped" else f"was {resumed.info.exit_reason}"
+        why = f"the process before this one {ended}; " if earlier_end() else ""
         line = (
             f"{why}resuming run {run_dir.path.name} from step {resumed.step}: the checkpoint {resumed.path} is "
             f"{duration(max(0.0, time.time() - resumed.saved_at))} old"

@@ -151,12 +151,14 @@ def run_in_terminal(
                 at_once=[show_cursor, partial(ended_at_once, run_dir)],
             )
         finally:
-            if run_dir.asked:  # by `asyncrl down` on another machine, too
+            if run_dir.asked and run_dir.end is not RunState.STARTING:  # by `asyncrl down` on another machine, too
                 restarts.starts_no_other()
     if KEPT is not None:
         KEPT.in_order = summary is not None and run_dir.end is RunState.FINISHED
     preempted = run_dir.end is RunState.PREEMPTED
     print_outcome(summary, run_dir.path, config=config, again=again)
+    if run_dir.end is RunState.STARTING:
+        raise typer.Exit(restarts.RESTART_MENDS)
     if summary is None or preempted:
         raise typer.Exit(restarts.PREEMPTED if preempted else 1)
 

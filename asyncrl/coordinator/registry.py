@@ -40,6 +40,8 @@ class Attachment(StrEnum):
     ATTACHED = "attached"
     ASKED_TO_END = "asked to end"
     """The deployment is a learner, which shall end the run before its last step, as after Ctrl-C."""
+    ASKED_TO_RESTART = "asked to restart"
+    """The deployment is a learner, which shall save its weights, end, and start again: its node is about to end."""
     GONE = "gone"
     """The deployment is not attached, or another learner has replaced it."""
 
@@ -130,7 +132,7 @@ class Registry:
         self._first_with: dict[str, Deployment] = {}  # the first deployment with a package, by package
         self.learner: Deployment | None = None
         self.learner_state_seconds: dict[str, float] = {}
-        self._asked_to_end = False
+        self._request = Attachment.ATTACHED  # for the learner
         self.endpoints: dict[str, Endpoint] = {}
         self._endpoint_changes = 0
         self._changed_endpoints: deque[str] = deque(maxlen=KEPT_CHANGES)  # names, the newest change last
@@ -147,7 +149,7 @@ class Registry:
         if deployment.role is Role.LEARNER:
             if self.learner is not None:
                 self._members.pop(self.learner.id, None)
-            self.learner, self._asked_to_end = deployment, False
+            self.learner, self._request = deployment, Attachment.ATTACHED
         self._members[deployment.id] = (deployment, self._clock())
         self._forget_gone()
 
@@ -199,15 +201,20 @@ class Registry:
             self.learner_state_seconds = dict(state_seconds)
             if self.state is RunState.FAILED:
                 raise RunEnded(self.message)
-            if self._asked_to_end:
-                return Attachment.ASKED_TO_END
+            return self._request
         return Attachment.ATTACHED
 
-    def ask_to_end(self) -> bool:
-        """Asks the learner to end the run before its last step. It receives this with its next heartbeat. Returns
-        whether a learner is attached."""
-        self._asked_to_end = self.learner_attached
-        return self._asked_to_end
+    def ask_to_end(self, *, restart: bool = False) -> bool:
+        """Asks the learner to end the run before its last step. With `restart`, the learner shall start again after its
+        end; a request to end for good stays. It receives the request with its next heartbeat. Returns whether a learner
+        is attached."""
+        if not self.learner_attached:
+            return False
+        if not restart:
+            self._request = Attachment.ASKED_TO_END
+        elif self._request is Attachment.ATTACHED:
+            self._request = Attachment.ASKED_TO_RESTART
+        return True
 
     def detach(self, deployment_id: str) -> bool:
         """Removes a deployment that leaves. Returns True if it was the last one: then it must end the run's actors, and

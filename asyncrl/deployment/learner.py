@@ -17,7 +17,7 @@ from asyncrl.common.tasks import Stopped, running, unless_one_fails, unless_stop
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import CoordinatorClient
 from asyncrl.coordinator.coordinator import Coordinator
-from asyncrl.coordinator.registry import Endpoint, Registry
+from asyncrl.coordinator.registry import Attachment, Endpoint, Registry
 from asyncrl.coordinator.status import Restored
 from asyncrl.deployment.cluster import ray_nodes
 from asyncrl.deployment.inputs import Prompts
@@ -155,7 +155,7 @@ class LearnerDeployment:
                 handles,
                 every_s=every_s,
                 state_seconds=self._states.seconds,
-                asked_to_end=partial(self._asked_by_down, stop),
+                asked_to_end=partial(self._asked_to_end, stop),
             ),
             "targets": self._targets.follow(handles.coordinator, timeout_s=config.buffer.call_timeout_s),
             "display": self._display.run(),
@@ -183,11 +183,14 @@ class LearnerDeployment:
         self._check_saved()
         return summary
 
-    def _asked_by_down(self, stop: asyncio.Event) -> None:
-        if not stop.is_set():
-            logger.warning("`asyncrl down` asked the run to end: ending cleanly")
-            self._run_dir.asked_to_end("`asyncrl down`")
-            stop.set()
+    def _asked_to_end(self, stop: asyncio.Event, request: Attachment) -> None:
+        if stop.is_set():
+            return
+        restarts = request is Attachment.ASKED_TO_RESTART
+        by = "a pod of the learner that ends" if restarts else "`asyncrl down`"
+        logger.warning("%s asked the run to %s", by, "save its weights and restart" if restarts else "end")
+        self._run_dir.asked_to_end(by, restarts=restarts)
+        stop.set()
 
     async def _end_admission(self, handles: RunHandles, stop: asyncio.Event) -> None:
         """Ends the admission of new groups when `stop` is set. The step that runs goes on, and so do groups in flight.

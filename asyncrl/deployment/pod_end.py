@@ -1,6 +1,7 @@
 """Drains a pod of a Ray cluster on Kubernetes before the pod ends. The preStop commands of deploy/kuberay call it:
 
-    python -m asyncrl.deployment.pod_end job         in the pods of the head, the driver and the learner
+    python -m asyncrl.deployment.pod_end job         in the pods of the head and the driver
+    python -m asyncrl.deployment.pod_end learner     in the pods of the learner
     python -m asyncrl.deployment.pod_end replicas    in the pods of generators
 
 Kubernetes sends SIGTERM to the pod when the command has ended, and kills the pod after its grace period, also if the
@@ -9,10 +10,12 @@ head has ended then, and nothing is left to drain.
 """
 
 import contextlib
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -20,8 +23,11 @@ from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[at
 from ray.exceptions import RayError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from asyncrl.common.names import REPLICAS
+from asyncrl.common.names import COORDINATOR, REPLICAS
+from asyncrl.deployment.shared_actors import ask_to_end
+from asyncrl.errors import CallTimeout
 from asyncrl.generation.actor import GeneratorActor
+from asyncrl.ranks.actor import RankActor
 
 POLL_S = 1.0
 """Time between two questions whether jobs or replicas have ended, seconds."""
@@ -43,6 +49,35 @@ def stop_jobs(client: JobSubmissionClient, *, sleep: Callable[[float], object] =
     return jobs
 
 
+def restart_runs(
+    node: str,
+    runs: Sequence[str],
+    *,
+    table: Table,
+    ask: Callable[[str], object],
+    sleep: Callable[[float], object] = time.sleep,
+) -> list[str]:
+    """Asks the learner of each run to save its weights and to start again, and waits until the ranks on a Ray node have
+    ended. Returns the names of the runs; none if no actor lives on the node, as before the start of a run.
+
+    `ask` returns when the learner of a run has left, and raises CallTimeout if the run does not answer. `table` returns
+    Ray's table of actors.
+    """
+    found = {id: row["ActorClassName"] for id, row in table().items() if _on(row, node)}
+    if not found:
+        return []
+    for run in runs:
+        while True:
+            with contextlib.suppress(CallTimeout):  # the run's buffer may be busy: only its answer says that it knows
+                ask(run)
+                break
+            sleep(POLL_S)
+    ranks = {id for id, kind in found.items() if kind == RankActor.__name__}
+    while any(_on(row, node) for id, row in table().items() if id in ranks):
+        sleep(POLL_S)
+    return [*runs]
+
+
 def drain_replicas(
     node: str,
     *,
@@ -55,7 +90,8 @@ def drain_replicas(
     `table` returns Ray's table of actors, `actor` the handle of an actor by its name. A replica that is drained
     finishes its groups. Then its deployment ends its actor, and starts the replica on another node.
     """
-    found = {id: row for id, row in table().items() if _on(row, node)}
+    replicas = {id: row for id, row in table().items() if row["ActorClassName"] == GeneratorActor.__name__}
+    found = {id: row for id, row in replicas.items() if _on(row, node)}
     for row in found.values():
         with contextlib.suppress(ValueError):  # it has ended meanwhile
             actor(row["Name"]).drain.remote()
@@ -65,8 +101,8 @@ def drain_replicas(
 
 
 def _on(row: Mapping[str, Any], node: str) -> bool:
-    """Returns whether the row of Ray's table is a living actor of a replica on the Ray node."""
-    return (row["ActorClassName"], row["State"], row["Address"]["NodeID"]) == (GeneratorActor.__name__, "ALIVE", node)
+    """Returns whether the row of Ray's table is a living actor on the Ray node."""
+    return (row["State"], row["Address"]["NodeID"]) == ("ALIVE", node)
 
 
 def named_replica(name: str) -> Any:
@@ -74,11 +110,16 @@ def named_replica(name: str) -> Any:
     return ray.get_actor(name, namespace=REPLICAS)
 
 
-def close_node(node: str, address: str) -> None:
-    """Makes Ray place no new actors on a Ray node: a replica that is started again must not come back to it."""
-    ray._raylet.GcsClient(address=address).drain_node(  # type: ignore[attr-defined]  # a Cython class
+def close_own_node() -> str:
+    """Joins the cluster, and makes Ray place no new actors on the node of this pod: what is started again must not come
+    back to it. Returns the id of the node."""
+    ray.init(address="auto", log_to_driver=False)
+    context = ray.get_runtime_context()
+    node = str(context.get_node_id())
+    ray._raylet.GcsClient(address=context.gcs_address).drain_node(  # type: ignore[attr-defined]  # a Cython class
         node, DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"), "the pod ends", 0
     )
+    return node
 
 
 def main(arguments: list[str]) -> int:
@@ -87,13 +128,15 @@ def main(arguments: list[str]) -> int:
         if arguments == ["job"]:
             # KubeRay sets FQ_RAY_IP to the host name of the head in the pods of workers.
             ended = stop_jobs(JobSubmissionClient(f"http://{os.environ.get('FQ_RAY_IP', '127.0.0.1')}:8265"))
+        elif arguments == ["learner"]:
+            node, ask = close_own_node(), partial(ask_to_end, grace_s=math.inf, restart=True)
+            named = ray.util.list_named_actors(all_namespaces=True)
+            runs = [each["namespace"] for each in named if each["name"] == COORDINATOR]
+            ended = restart_runs(node, runs, table=ray._private.state.actors, ask=ask)
         elif arguments == ["replicas"]:
-            ray.init(address="auto", log_to_driver=False)
-            context = ray.get_runtime_context()
-            close_node(context.get_node_id(), context.gcs_address)
-            ended = drain_replicas(context.get_node_id(), table=ray._private.state.actors, actor=named_replica)
+            ended = drain_replicas(close_own_node(), table=ray._private.state.actors, actor=named_replica)
         else:
-            print(f"pod_end: unknown arguments {arguments}; use `job` or `replicas`", file=sys.stderr)
+            print(f"pod_end: unknown arguments {arguments}; use `job`, `learner` or `replicas`", file=sys.stderr)
             return 2
     except (OSError, RuntimeError, RayError) as error:
         print(f"pod_end: nothing was drained, because Ray does not answer: {error}", file=sys.stderr)

@@ -234,7 +234,7 @@ class RunDir(RecordSink):
         """Time of the request to end, on the monotonic clock; 0 before one."""
         self.mirror: Mirror | None = None
         """Copies the directory to `run.mirror`; None without one."""
-        self._asked_by, self._from_outside = "a signal", False
+        self._asked_by, self._from_outside, self._restarts = "a signal", False, False
         self.steps_written = 0
 
     @classmethod
@@ -338,23 +338,26 @@ class RunDir(RecordSink):
     @property
     def end(self) -> RunState:
         """How the run ends, if there is no error. It is PREEMPTED if it was stopped by SIGTERM, as a job system, a
-        container or a machine that shuts down sends it, and STOPPED if a person stopped it."""
+        container or a machine that shuts down sends it, STARTING if it shall start again, and STOPPED if a person
+        stopped it."""
         if self._end[0] == "finished":
             return RunState.FINISHED
+        if self._restarts:
+            return RunState.STARTING
         return RunState.PREEMPTED if self._from_outside else RunState.STOPPED
 
     def finished(self, reason: str) -> None:
         """Sets the end to "finished" with a reason: an evaluation ended the run before its last step."""
         self._end = ("finished", reason)
 
-    def asked_to_end(self, by: str, *, from_outside: bool = False) -> None:
-        """Records in run.json that the run was asked to end. `by` names the signal or the command, and `from_outside`
-        says that no person asked.
+    def asked_to_end(self, by: str, *, from_outside: bool = False, restarts: bool = False) -> None:
+        """Records in run.json that the run was asked to end. `by` names the signal or the command, `from_outside` says
+        that no person asked, and `restarts` that the run shall start again after its end. The last request counts.
 
         The run is closing then. If something kills it before it has closed, run.json still has the reason of the end.
         """
         self.asked_s = time.monotonic()  # first, because the thread of the run reads it if `asked` is set
-        self.asked, self._asked_by, self._from_outside = True, by, from_outside
+        self.asked, self._asked_by, self._from_outside, self._restarts = True, by, from_outside, restarts
         self._note("the request to end", exit_reason=f"asked to end by {by}")
 
     @property

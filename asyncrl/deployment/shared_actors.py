@@ -271,14 +271,14 @@ async def keep_attached(
     *,
     every_s: float,
     state_seconds: Callable[[], Mapping[str, float]] = dict,
-    asked_to_end: Callable[[], None] = lambda: None,
+    asked_to_end: Callable[[Attachment], None] = lambda _: None,
 ) -> None:
     """Sends the coordinator a heartbeat of this deployment every `every_s` seconds, until it is cancelled.
 
-    A learner sends its seconds by state with it. `asked_to_end` is called after each heartbeat of a learner whose run
-    `asyncrl down` asked to end. A failed heartbeat is logged and sent again: if the coordinator is dead, the calls that
-    need an answer from it raise the error. A learner gets Fenced if another learner has replaced it, and RunEnded if
-    `asyncrl down` ended the run.
+    A learner sends its seconds by state with it. `asked_to_end` is called after each heartbeat of a learner that was
+    asked to end or to restart, with this answer. A failed heartbeat is logged and sent again: if the coordinator is
+    dead, the calls that need an answer from it raise the error. A learner gets Fenced if another learner has replaced
+    it, and RunEnded if `asyncrl down` ended the run.
     """
     while True:
         try:
@@ -290,8 +290,8 @@ async def keep_attached(
         except (RunError, TimeoutError) as error:
             logger.warning("the heartbeat of %s did not reach the buffer: %s", handles.deployment.id, error)
         else:
-            if attachment is Attachment.ASKED_TO_END:
-                asked_to_end()
+            if attachment in (Attachment.ASKED_TO_END, Attachment.ASKED_TO_RESTART):
+                asked_to_end(attachment)
             if attachment is Attachment.GONE:  # only a learner can be replaced
                 raise Fenced(
                     f"this learner (incarnation {handles.lineage.incarnation}) was silent for longer than "
@@ -313,9 +313,9 @@ def check_directory(directory: Path, nonce: str) -> None:
         )
 
 
-def ask_to_end(name: str, *, grace_s: float) -> bool:
-    """Asks the learner of the run `name` on the joined cluster to end the run, as Ctrl-C does. Waits until the learner
-    has left, at most `grace_s` seconds.
+def ask_to_end(name: str, *, grace_s: float, restart: bool = False) -> bool:
+    """Asks the learner of the run `name` on the joined cluster to end the run, as Ctrl-C does; with `restart`, to start
+    again after that. Waits until the learner has left, at most `grace_s` seconds.
 
     Returns whether the run has no learner now. It is True, too, if there was none, or if there is no such run. Raises
     CallTimeout if the coordinator does not answer.
@@ -323,7 +323,8 @@ def ask_to_end(name: str, *, grace_s: float) -> bool:
     deadline_s = time.monotonic() + grace_s
     try:
         run = find_run(name)
-        while asyncio.run(run.call(Registry.ask_to_end)):  # again and again: a learner may have started again meanwhile
+        # again and again: a learner may have started again meanwhile
+        while asyncio.run(run.call(Registry.ask_to_end, restart=restart)):
             if time.monotonic() > deadline_s:
                 return False
             time.sleep(POLL_S)  # polls another process

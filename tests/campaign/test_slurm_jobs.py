@@ -5,7 +5,7 @@ trained). So a resumed run has all steps only if its end was normal.
 """
 
 import json
-import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -60,11 +60,9 @@ class Jobs:
         self.submitted.append(job)
         return job
 
-    def clean(self) -> None:
-        """Kills the jobs, and removes the folders of their Rays."""
-        self.cluster.end_jobs()
-        for job in self.submitted:
-            shutil.rmtree(f"/tmp/ray-{job}", ignore_errors=True)
+    def folders(self) -> list[Path]:
+        """Returns the folders of the Rays of all jobs."""
+        return [folder for job in self.submitted for folder in Path("/tmp").glob(f"asyncrl-{job}-*")]
 
     @property
     def output(self) -> Path:
@@ -121,18 +119,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def jobs(cluster: SlurmCluster, model: Path, tmp_path: Path) -> Iterator[Jobs]:
     jobs = Jobs(cluster, tmp_path, model=model)
     yield jobs
-    jobs.clean()
+    jobs.cluster.end_jobs()
 
 
 def test_the_time_limit_loses_no_step_and_the_job_resumes(jobs: Jobs) -> None:
     job = jobs.submit()
     jobs.wait_for_steps(job, STEPS)
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in jobs.folders()] == [0o700] * 2
     # Slurm sends --signal=B:USR1@300 when less than 300 s are left.
     ran_minutes = jobs.cluster.ran_s(job) // 60
     jobs.cluster.call("scontrol", "update", f"JobId={job}", f"TimeLimit={ran_minutes + 5}")
     jobs.wait_for_state(job, "PENDING")
     assert "the time limit is near (USR1)" in jobs.output.read_text()
     jobs.assert_saved()
+    assert jobs.folders() == []
     before = jobs.steps()
 
     jobs.cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now", "TimeLimit=60")
@@ -142,6 +142,7 @@ def test_the_time_limit_loses_no_step_and_the_job_resumes(jobs: Jobs) -> None:
     jobs.wait_for_state(job, "COMPLETED")
     assert jobs.cluster.job(job)["Restarts"] == "1"
     jobs.assert_saved()
+    assert jobs.folders() == []
 
 
 def test_a_job_submitted_again_begins_anew_without_a_checkpoint_and_resumes_with_one(jobs: Jobs) -> None:
@@ -150,6 +151,7 @@ def test_a_job_submitted_again_begins_anew_without_a_checkpoint_and_resumes_with
     jobs.cluster.call("scancel", job)  # without a signal, Slurm kills
     jobs.wait_for_state(job, "CANCELLED")
     jobs.cluster.wait_for_end(job)
+    assert jobs.folders() == []
     assert jobs.info()["state"] == "running"
     killed = jobs.info()["nonce"]
 

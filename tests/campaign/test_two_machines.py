@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import listening_sockets
 import psutil
@@ -358,12 +359,22 @@ def test_a_stop_loses_no_step(cluster: Cluster, way: str) -> None:
     cluster.audit()
 
 
+def pod(group: str) -> dict[str, Any]:
+    """Returns the container of a group of deploy/kuberay."""
+    spec = yaml.safe_load((REPOSITORY / "deploy" / "kuberay" / "base" / "raycluster.yaml").read_text())["spec"]
+    groups = {each["groupName"]: each for each in spec["workerGroupSpecs"]} | {"head": spec["headGroupSpec"]}
+    [found] = groups[group]["template"]["spec"]["containers"]
+    return dict(found)
+
+
+def pre_stop(group: str) -> list[str]:
+    return list(pod(group)["lifecycle"]["preStop"]["exec"]["command"])
+
+
 @pytest.mark.parametrize("way", ["ray job stop", "preStop"])
 def test_the_stop_of_a_job_loses_no_step(cluster: Cluster, way: str) -> None:
     first, second = cluster.first, cluster.second
-    pods = yaml.safe_load((REPOSITORY / "deploy" / "kuberay" / "base" / "raycluster.yaml").read_text())
-    [container] = pods["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
-    [stop_s] = [each["value"] for each in container["env"] if each["name"] == "RAY_JOB_STOP_WAIT_TIME_S"]
+    [stop_s] = [each["value"] for each in pod("head")["env"] if each["name"] == "RAY_JOB_STOP_WAIT_TIME_S"]
     options = ["--head", "--labels=pool=learner", "--dashboard-host=0.0.0.0"]
     cluster.node(first, *options, RAY_JOB_STOP_WAIT_TIME_S=stop_s)
     node = cluster.node(second, f"--address={first.name}:6379", "--labels=pool=generator")
@@ -376,8 +387,40 @@ def test_the_stop_of_a_job_loses_no_step(cluster: Cluster, way: str) -> None:
         if way == "ray job stop":
             print(second.call("ray", "job", "stop", job, **client))
         else:
-            print(second.call(*container["lifecycle"]["preStop"]["exec"]["command"], FQ_RAY_IP=first.name))
+            print(second.call(*pre_stop("head"), FQ_RAY_IP=first.name))
         assert "was stopped" in second.call("ray", "job", "status", job, **client)
         stops.assert_nothing_lost()
     print(f"{way}: {TRIES} tries, steps {stops.ends}")
+    cluster.audit()
+
+
+@pytest.mark.parametrize("group", ["learner", "generator"])
+def test_the_end_of_a_pod_of_a_pool_loses_no_step_and_the_run_goes_on_in_the_next_pod(
+    cluster: Cluster, group: str
+) -> None:
+    """The pool's pod is the second machine: its preStop command runs there, and then its Ray node is ended."""
+    first, second = cluster.first, cluster.second
+    other = {"learner": "generator", "generator": "learner"}[group]
+    options = ["--head", f"--labels=pool={other}", "--dashboard-host=0.0.0.0", '--resources={"driver": 1}']
+    head = cluster.node(first, *options, RAY_JOB_STOP_WAIT_TIME_S=str(int(ENDS_S)))
+    join = partial(cluster.node, second, f"--address={first.name}:6379", f"--labels=pool={group}")
+    node = join()
+    client = {"RAY_API_SERVER_ADDRESS": f"http://{first.name}:8265"}
+    submit = ["ray", "job", "submit", "--no-wait", "--submission-id=it", '--entrypoint-resources={"driver": 1}', "--"]
+    words = cluster.words("up", *POOLS, "checkpoint.every_steps=1000000", "ray.address=auto")
+    first.call(*submit, *words, **client)
+    for attempt in range(TRIES):
+        cluster.train(head, 2 + attempt)
+        print(second.call(*pre_stop(group), limit_s=ENDS_S))
+        saved = cluster.steps()
+        if group == "learner":
+            assert complete_steps(cluster.run / CHECKPOINTS)[-1] == saved
+        node.signal(signal.SIGTERM)
+        node.wait(ENDS_S)
+        node = join()
+        cluster.train(head, 3)
+        assert "RUNNING" in first.call("ray", "job", "status", "it", **client)
+        assert cluster.lost_steps() == 0
+        assert len(cluster.resumed()) == (attempt + 1 if group == "learner" else 0)
+    first.call("ray", "job", "stop", "it", **client)
     cluster.audit()

@@ -1,10 +1,12 @@
 """The report says how a run ended, for every kind of end."""
 
+import asyncio
 import re
 import time
 from pathlib import Path
 
 import pytest
+import typer
 from made_up_run import make_step
 from rich.console import Console
 
@@ -112,6 +114,26 @@ def test_the_mirror_of_a_run_that_sigterm_ended_gets_no_second_grace_however_the
         if stop_when:
             run_dir.finished("ended after step 6 of 60, because …")
     assert waited_s == [most_s]
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "no_other"),
+    [({"restarts": True}, restarts.RESTART_MENDS, 0), ({}, 1, 1), ({"from_outside": True}, restarts.PREEMPTED, 1)],
+)
+def test_a_run_that_was_asked_to_restart_is_started_again_and_another_that_was_asked_to_end_is_not(
+    asked: dict[str, bool], code: int, no_other: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr(restarts, "starts_no_other", lambda: kept.append(1))
+
+    async def run(config: Config, stop: asyncio.Event, *, run_dir: RunDir, **_: object) -> None:
+        run_dir.asked_to_end("a test", **asked)
+        run_dir.stopped()
+
+    monkeypatch.setattr(start, "run_both", run)
+    with pytest.raises(typer.Exit) as ended:
+        start.run_in_terminal(config_in(tmp_path), None, command="up", address=None, again=["up"])
+    assert (ended.value.exit_code, len(kept)) == (code, no_other)
 
 
 def test_the_log_has_the_reason_why_run_json_lacks_the_end_of_the_run(

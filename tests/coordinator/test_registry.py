@@ -145,6 +145,20 @@ def test_only_the_attached_learner_is_asked_to_end_and_its_successor_is_not() ->
     assert (members.keep("l1"), members.keep("l2")) == (Attachment.GONE, Attachment.ATTACHED)
 
 
+@pytest.mark.parametrize("requests", [[True, False], [False, True]])
+def test_a_learner_that_shall_restart_ends_for_good_if_that_was_asked_for_too(requests: list[bool]) -> None:
+    members = registry(Clock())
+    assert not members.ask_to_end(restart=True)
+    members.attach(deployment("l1", Role.LEARNER))
+    assert members.keep("l1") is Attachment.ATTACHED
+    assert members.ask_to_end(restart=True)
+    assert members.keep("l1") is Attachment.ASKED_TO_RESTART
+    members.attach(deployment("l2", Role.LEARNER))
+    assert members.keep("l2") is Attachment.ATTACHED
+    assert all(members.ask_to_end(restart=restart) for restart in requests)
+    assert members.keep("l2") is Attachment.ASKED_TO_END
+
+
 @pytest.mark.parametrize("state", OVER)
 def test_a_run_that_is_over_does_not_wait_for_silent_members(state: RunState) -> None:
     clock = Clock()

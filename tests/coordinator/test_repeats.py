@@ -346,6 +346,7 @@ TABLE = [
     Row(Registry.run_nonce, given()),
     Row(Registry.live, given()),
     Row(Registry.ask_to_end, given()),
+    Row(Registry.ask_to_end, given(), {"restart": True}),
     Row(Registry.wanted, given()),
     Row(Registry.wanted_of, given("g")),
     Row(Registry.gave_up, given("a", "why")),

@@ -27,7 +27,7 @@ from asyncrl.metrics.catalogue import CATALOGUE, Kind, Metric, Role, ScrapedMetr
 
 QUESTIONS = [*panel_questions(), *annotation_questions(), *variable_questions(), *rule_questions()]
 DISCOVERED = {"run", "role", "replica", "node", "instance"}
-OTHERS = ("vllm:", "ray_")
+OTHERS = ("vllm:", "ray_", "DCGM_FI_DEV_")
 BUILT_IN = {"up", "ALERTS"}
 
 

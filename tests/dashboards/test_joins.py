@@ -41,6 +41,8 @@ RAYS = (
     ("ray_memory_manager_worker_eviction_total", {"Name": "w", "Type": "actor"}),
 )
 
+GPUS = ("DCGM_FI_DEV_FB_USED", "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_XID_ERRORS")
+
 
 class Answer(NamedTuple):
     """promtool's answer to a query: an error, or the labels of each series."""
@@ -60,6 +62,14 @@ def test_every_panel_answers_for_one_of_two_runs_with_all_of_its_replicas(tmp_pa
         assert answer.series, question
         assert all(labels.get("run", "one") == "one" for labels in answer.series), question
         check_replicas(answer, question)
+
+
+def test_the_gpus_are_those_of_the_nodes_of_the_runs_ray(tmp_path: Path) -> None:
+    queries = [concrete(expr, run="one", interval="1m") for _, expr in panel_questions() if "DCGM" in expr]
+    assert len(queries) == len(GPUS)
+    for answer in answered(tmp_path, queries):
+        shown = sorted((labels["node"], labels["gpu"]) for labels in answer.series)
+        assert shown == [("a1", "0"), ("a1", "1"), ("b2", "0"), ("b2", "1"), ("pod-of-ray-1", "5")], answer
 
 
 def test_every_rule_answers_for_both_runs_and_all_replicas(tmp_path: Path) -> None:
@@ -140,6 +150,10 @@ def input_series() -> list[dict[str, str]]:
         discovered = {"instance": ray, "role": "ray", "replica": ray, "node": node}
         series += [scraped(name, labels | discovered | {"run": run}) for run in RUNS]
         series += [scraped(name, labels | {"instance": f"pod-of-{ray}", "node": f"pod-of-{ray}"})]
+    for name, host, gpu in product(GPUS, ("a1", "b2", "host-of-others"), ("0", "1")):
+        series += [scraped(name, {"Hostname": host, "gpu": gpu})]
+    for name, pod in product(GPUS, ("pod-of-ray-1", "pod-of-others")):
+        series += [scraped(name, {"Hostname": "host-of-pods", "gpu": "5", "pod": pod})]
     return series
 
 

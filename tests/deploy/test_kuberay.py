@@ -32,9 +32,14 @@ RUNS = ["quickstart", "gpu-1", "gpu-8"]
 VERSION = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["version"]
 TOLERATION = {"key": "team", "operator": "Equal", "value": "rl", "effect": "NoExecute"}
 SPREAD = {"maxSkew": 2, "topologyKey": "rack", "whenUnsatisfiable": "DoNotSchedule", "labelSelector": {}}
+EGRESS = [
+    {"ports": [{"protocol": "TCP", "port": 9000}], "to": [{"ipBlock": {"cidr": "10.1.0.0/16"}}]},
+    {"ports": [{"protocol": "TCP", "port": 6379}]},
+]
 LIMITS = {"cpu": "90", "memory": "900Gi", "nvidia.com/gpu": "4", "rdma/hca": "4"}
 POOL = {
-    "pods": 4, "resources": {"limits": LIMITS, "requests": {"cpu": "80"}}, "sharedMemory": "400Gi",
+    "pods": 4, "maxPods": 9, "resources": {"limits": LIMITS, "requests": {"cpu": "80"}}, "sharedMemory": "400Gi",
+    "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]},
     "nodeSelector": {"gpu": "h100"}, "tolerations": [TOLERATION], "topologySpread": [SPREAD],
 }  # fmt: skip
 OTHER = {
@@ -42,8 +47,12 @@ OTHER = {
     "imagePullSecrets": [{"name": "pull"}], "secret": "keys", "dataClaim": "fast", "modelsClaim": "cache",
     "graceSeconds": 777, "priorityClass": "high", "labels": {"kueue.x-k8s.io/queue-name": "q"},
     "monitorLabels": {"release": "prom"}, "operatorNamespace": "ops", "prometheusNamespace": "prom",
-    "system": {"nodeSelector": {"small": "yes"}, "tolerations": [TOLERATION]},
-    "generator": {**POOL, "minAvailable": 3}, "learner": {**POOL, "pods": 5},
+    "egress": EGRESS,
+    "system": {
+        "nodeSelector": {"small": "yes"}, "tolerations": [TOLERATION], "sharedMemory": "5Gi",
+        "resources": {"limits": {"cpu": "7", "memory": "16Gi"}},
+    },
+    "generator": {**POOL, "minAvailable": 3}, "learner": {**POOL, "pods": 5, "maxPods": 6},
 }  # fmt: skip
 """A second run, in another namespace, in which every value is another one than in the repository."""
 
@@ -152,9 +161,9 @@ def check_fits_together(resources: list[dict[str, Any]], *, name: str, namespace
     [discovery] = one("ScrapeConfig", resources)["spec"]["httpSDConfigs"]
     assert discovery["url"] == f"http://{service['metadata']['name']}.{namespace}.svc:9400/sd"
     assert one("PodMonitor", resources)["spec"]["selector"]["matchLabels"] == {"asyncrl/run": name}
-    policy = one("NetworkPolicy", resources)["spec"]
+    policy = one("NetworkPolicy", resources, name)["spec"]
     own = {"matchLabels": {"asyncrl/run": name}}
-    assert policy["podSelector"] == own
+    assert policy["podSelector"] == one("NetworkPolicy", resources, f"{name}-egress")["spec"]["podSelector"] == own
     assert policy["ingress"][0] == {"from": [{"podSelector": own}]}
     assert policy["egress"][0] == {"to": [{"podSelector": own}]}
     for budget in (each for each in resources if each["kind"] == "PodDisruptionBudget"):
@@ -209,15 +218,18 @@ def test_every_value_reaches_its_fields_in_a_second_run_of_another_namespace(oth
         assert main["envFrom"] == [{"secretRef": {"name": "keys", "optional": True}}]
         claims = {v["name"]: v["persistentVolumeClaim"]["claimName"] for v in spec["volumes"][:2]}
         assert claims == {"data": "fast", "models": "cache"}
+        [shm] = [v["emptyDir"]["sizeLimit"] for v in spec["volumes"] if v["name"] == "shm"]
+        added = main["securityContext"]["capabilities"].get("add", [])
         if in_pool:
             assert main["resources"] == {"limits": LIMITS, "requests": {"cpu": "80"}}
             assert spec["topologySpreadConstraints"] == [SPREAD]
-            [shm] = [v["emptyDir"]["sizeLimit"] for v in spec["volumes"] if v["name"] == "shm"]
-            assert shm == "400Gi"
-    assert [(cluster[pool]["replicas"], cluster[pool]["minReplicas"]) for pool in ("generator", "learner")] == [
-        (4, 4),
-        (5, 5),
-    ]
+            assert (shm, added) == ("400Gi", ["IPC_LOCK"])
+        else:
+            assert main["resources"] == {"limits": {"cpu": "7", "memory": "16Gi"}}
+            assert (shm, added) == ("5Gi", [])
+    numbers = [[cluster[pool][f"{kind}eplicas"] for kind in ("r", "minR", "maxR")] for pool in ("generator", "learner")]
+    assert numbers == [[4, 4, 9], [5, 5, 6]]
+    assert one("NetworkPolicy", other, "team-b-7-egress")["spec"]["egress"] == EGRESS
     budgets = {
         name: one("PodDisruptionBudget", other, name)["spec"]["minAvailable"] for name in ("generator", "learner")
     }
@@ -225,8 +237,31 @@ def test_every_value_reaches_its_fields_in_a_second_run_of_another_namespace(oth
     assert one("RayCluster", other)["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "q"
     for kind in ("PodMonitor", "ScrapeConfig"):
         assert one(kind, other)["metadata"]["labels"]["release"] == "prom"
-    sources = [rule["from"][0].get("namespaceSelector") for rule in one("NetworkPolicy", other)["spec"]["ingress"]]
+    rules = one("NetworkPolicy", other, "team-b-7")["spec"]["ingress"]
+    sources = [rule["from"][0].get("namespaceSelector") for rule in rules]
     assert sources == [None, *({"matchLabels": {"kubernetes.io/metadata.name": name}} for name in ("ops", "prom"))]
+
+
+@pytest.mark.slow
+def test_only_with_the_autoscaler_the_head_gets_a_token_and_reaches_the_api_server(
+    deploy: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(deploy / "kuberay", tmp_path / "kuberay")
+    file = tmp_path / "kuberay" / "gpu-8" / "kustomization.yaml"
+    before = rendered(file.parent)
+    file.write_text(file.read_text().replace("components:\n", "components:\n  - ../components/autoscaler\n"))
+    after = rendered(file.parent)
+    validate(after)
+    check_fits_together(after, name="gpu-8", namespace="asyncrl")
+    found = [one("RayCluster", each)["spec"].get("enableInTreeAutoscaling") for each in (before, after)]
+    assert found == [None, True]
+    tokens = {name: template["spec"]["automountServiceAccountToken"] for name, template in pods(after)}
+    assert tokens == dict.fromkeys(tokens, False) | {"head": True}
+    assert not any(template["spec"]["automountServiceAccountToken"] for _, template in pods(before))
+    own = one("NetworkPolicy", after, "gpu-8-autoscaler")["spec"]
+    assert own["podSelector"]["matchLabels"] == {"asyncrl/run": "gpu-8", "asyncrl/group": "head"}
+    for group in groups(one("RayCluster", after)).values():
+        assert group.get("replicas", 1) <= group.get("maxReplicas", 1)
 
 
 @pytest.mark.slow
@@ -253,20 +288,13 @@ def test_the_claims_that_the_runs_name_are_those_of_the_storage(deploy: Path) ->
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_rays_object_store_fits_into_shared_memory(run: str, deploy: Path, base: list[dict[str, Any]]) -> None:
+def test_rays_object_store_fits_into_shared_memory(run: str, deploy: Path) -> None:
     """Ray uses the disk if its object store is larger than 95 % of /dev/shm."""
     from ray._private.ray_constants import DEFAULT_OBJECT_STORE_MEMORY_PROPORTION
 
     own = values(deploy, run)
-    sizes = {
-        pool: (own[pool]["resources"]["limits"]["memory"], own[pool]["sharedMemory"])
-        for pool in ("generator", "learner")
-    }
-    for name in ("head", "cpu"):
-        template = groups(one("RayCluster", base))[name]["template"]
-        [shm] = [v["emptyDir"]["sizeLimit"] for v in template["spec"]["volumes"] if v["name"] == "shm"]
-        sizes[name] = (container(template)["resources"]["limits"]["memory"], shm)
-    for name, (memory, shm) in sizes.items():
+    for name in ("generator", "learner", "system"):
+        memory, shm = own[name]["resources"]["limits"]["memory"], own[name]["sharedMemory"]
         assert DEFAULT_OBJECT_STORE_MEMORY_PROPORTION * gib(memory) < 0.95 * gib(shm) < gib(memory) / 2, name
 
 
@@ -283,7 +311,7 @@ def test_a_task_of_ones_own_is_on_the_search_path_of_every_ray_pod(base: list[di
 
 
 def test_every_pod_is_unprivileged_and_reachable_by_its_run_only(base: list[dict[str, Any]]) -> None:
-    policy = one("NetworkPolicy", base)["spec"]
+    policy = one("NetworkPolicy", base, "NAME")["spec"]
     assert policy["policyTypes"] == ["Ingress", "Egress"]
     for name, template in pods(base):
         assert policy["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items(), name
@@ -347,7 +375,7 @@ def test_a_pods_end_first_drains_what_runs_in_it(base: list[dict[str, Any]]) -> 
     for name, group in groups(one("RayCluster", base)).items():
         command = container(group["template"])["lifecycle"]["preStop"]["exec"]["command"]
         assert command[:3] == ["python", "-m", pod_end.__name__]
-        assert command[3:] == [["job"], ["replicas"]][name == "generator"]
+        assert command[3:] == [{"generator": "replicas", "learner": "learner"}.get(name, "job")]
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.config.schema import RunSection
+
 TEXTS = ("README.md", "configs", "deploy", "docs", "asyncrl")
 MAKES_A_TOKEN = re.compile(r"get-auth-token --generate|openssl rand -hex 32\)?\"? *>")
 
@@ -34,4 +36,16 @@ def test_both_nodes_of_two_use_the_token(repository: Path) -> None:
     steps = [line for line in header if re.match(r"#   (first|second|both) nodes?: ", line)]
     assert "umask 077" in steps[0]
     assert steps[1].startswith("#   both nodes:   export RAY_AUTH_MODE=token")
-    assert [step.split()[3:5] for step in steps[2:4]] == [["ray", "start"], ["ray", "start"]]
+    assert [step.split()[3:5] for step in steps[3:5]] == [["ray", "start"], ["ray", "start"]]
+
+
+def test_each_node_that_the_files_start_leaves_time_for_a_checkpoint_when_a_job_is_stopped(repository: Path) -> None:
+    """Ray's default is 3 s. A learner has `run.shutdown_grace_s`."""
+    wait = re.compile(r"RAY_JOB_STOP_WAIT_TIME_S=(\d+)")
+    launcher = (repository / "deploy" / "ray" / "cluster.yaml").read_text().splitlines()
+    nodes = [line for line in launcher if re.match(r"  - .*ray start", line)]
+    header = (repository / "configs" / "two_nodes.yaml").read_text().splitlines()
+    nodes += [line for line in header if re.match(r"#   both nodes: +export RAY_JOB", line)]
+    found = [wait.search(line) for line in nodes]
+    assert [match and int(match[1]) for match in found] == [120, 120, 120]
+    assert RunSection().shutdown_grace_s + 30 <= 120

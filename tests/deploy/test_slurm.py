@@ -8,6 +8,7 @@ TERM to the task. tests/campaign/test_slurm_jobs.py submits the script to a real
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -229,9 +230,42 @@ def test_a_ray_node_that_does_not_start_is_started_again_except_the_head(job: Jo
         tried.unlink(missing_ok=True)
         options = [option for option in node["command"] if option == "--head"]
         failing = ["sh", "-c", f"echo >> {tried}; exit 1", "ray", *options]
-        assert subprocess.run([*node["shell"], "ray-node", *failing], check=False).returncode == 1
+        for command, code in ((failing, 1), (["true", *options], 0)):
+            words = [*node["shell"], "ray-node", *command]
+            assert subprocess.run(words, env=job.environment, check=False).returncode == code
         assert tried.read_text().count("\n") == (1 if options else 3)
-        assert subprocess.run([*node["shell"], "ray-node", "true", *options], check=False).returncode == 0
+
+
+RAY_NODE = """
+import os, signal, sys, time
+folder = sys.argv[-1].removeprefix("--temp-dir=")
+os.mkdir(folder, 0o777)
+def ended(*_):
+    open(os.path.join(folder, "log"), "w")
+    sys.exit(1)
+signal.signal(signal.SIGTERM, ended)
+print(folder, flush=True)
+while True:
+    time.sleep(0.05)
+"""
+"""A Ray node that writes to its folder when it ends."""
+
+
+def test_rays_folder_is_private_and_short_and_goes_with_the_step(job: Job) -> None:
+    assert job.run()[0] == 0
+    for node in job.commands("ray", "start"):
+        words = [*node["shell"], "ray-node", sys.executable, "-c", RAY_NODE]
+        step = subprocess.Popen(
+            words, env=job.environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )  # fmt: skip
+        assert step.stdout is not None
+        folder = Path(step.stdout.readline().strip())
+        assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+        socket = folder / "session_2026-11-30_19-51-42_123456_4194304" / "sockets" / "plasma_store.1"
+        assert len(os.fsencode(socket)) <= 107 - len("999")  # numbers of jobs may have three digits more
+        os.killpg(step.pid, signal.SIGTERM)  # as Slurm signals all processes of a step
+        assert step.wait(FAR_S) == 0
+        assert not folder.parent.exists()
 
 
 def test_every_step_has_the_token_and_no_argument_shows_it(job: Job) -> None:
@@ -274,7 +308,7 @@ def test_a_learner_that_fails_fails_the_job_and_does_not_bring_it_back(job: Job)
     code, _ = job.run(LEARNER_EXIT="7")
     assert code == 7
     assert job.requeued is False
-    wait_for(lambda: job.marked("forced").count("ray start") == 2)  # no Ray node is left running
+    assert job.marked("ended") == ["ray start"] * 2  # no Ray node is left running
 
 
 def test_generators_that_a_dead_process_of_the_run_ended_are_started_again(job: Job) -> None:
@@ -296,9 +330,9 @@ def test_a_signal_ends_the_pools_cleanly_and_only_the_time_limits_brings_the_job
     process.send_signal(number)
     said = process.communicate(timeout=FAR_S)[1]
     assert process.returncode == 0, said
-    assert sorted(job.marked("ended")) == ["asyncrl generator", "asyncrl learner"]  # each got one TERM
-    wait_for(lambda: len(job.marked("forced")) >= 2)
-    assert set(job.marked("forced")) == {"ray start"}
+    ended = job.marked("ended")  # each got one TERM
+    assert (sorted(ended[:2]), ended[2:]) == (["asyncrl generator", "asyncrl learner"], ["ray start"] * 2)
+    assert job.marked("forced") == []
     assert job.requeued is requeued
 
 
@@ -307,13 +341,12 @@ def test_a_pool_whose_step_slurm_does_not_know_yet_is_signalled_later(job: Job) 
     wait_for(lambda: job.commands("asyncrl", "learner") and job.commands("asyncrl", "generator"))
     process.send_signal(signal.SIGTERM)
     assert process.wait(FAR_S) == 0
-    assert sorted(job.marked("ended")) == ["asyncrl generator", "asyncrl learner"]
+    assert sorted(job.marked("ended")[:2]) == ["asyncrl generator", "asyncrl learner"]
 
 
 def test_generators_end_before_ray_when_the_learner_has_ended(job: Job) -> None:
     assert job.run(GENERATOR_EXITS="stays")[0] == 0
-    assert job.marked("ended") == ["asyncrl generator"]
-    wait_for(lambda: job.marked("forced") == ["ray start"] * 2)
+    assert job.marked("ended") == ["asyncrl generator", "ray start", "ray start"]
 
 
 def test_a_learner_that_was_ended_from_outside_does_not_end_the_job_normally(job: Job) -> None:
@@ -322,13 +355,13 @@ def test_a_learner_that_was_ended_from_outside_does_not_end_the_job_normally(job
 
 
 def test_a_learner_that_does_not_end_in_time_is_named(job: Job) -> None:
-    process = job.start(LEARNER_S="600", END_S="600", DRAIN_S="2")
+    process = job.start(LEARNER_S="600", END_S="600", DRAIN_S="2", RAY_ENDS_S="1")
     wait_for(lambda: job.commands("asyncrl", "learner"))
     process.send_signal(signal.SIGUSR1)
     said = process.communicate(timeout=FAR_S)[1]
     assert process.returncode == 128 + signal.SIGKILL
     assert "the learner did not end within DRAIN_S = 2 s" in said
-    assert "asyncrl learner" in job.marked("forced")
+    assert {"asyncrl learner", "ray start"} <= set(job.marked("forced"))
     assert job.requeued is True
 
 

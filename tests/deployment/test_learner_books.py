@@ -474,6 +474,29 @@ async def test_a_run_is_stopped_when_it_was_asked_to_end_before_its_last_step(tm
     assert (info["state"], info["exit_reason"]) == (stopped if trained == 1 else ("finished", "done"))
 
 
+@pytest.mark.parametrize("restart", [True, False])
+@pytest.mark.asyncio
+async def test_a_run_whose_learner_shall_restart_ends_as_stopped_and_its_generators_stay(
+    tmp_path: Path, restart: bool
+) -> None:
+    config = config_in(tmp_path, buffer={"heartbeat_timeout_s": 0.5})
+    cluster, stop = OneProcessCluster(config), asyncio.Event()
+
+    async def train(training: Training) -> RunTotals:
+        cluster.coordinator.registry.ask_to_end(restart=restart)
+        async with asyncio.timeout(DEADLINE_S):
+            await stop.wait()
+        return await records(make_step(0))(training)
+
+    with RunDir.create(config) as run:
+        await deployed(run, config, train=train, cluster=cluster).run(stop)
+        assert run.end is (RunState.STARTING if restart else RunState.STOPPED)
+    assert cluster.coordinator.registry.state is run.end
+    info = json.loads((run.path / "run.json").read_bytes())
+    by = "a pod of the learner that ends" if restart else "`asyncrl down`"
+    assert (info["state"], info["exit_reason"]) == ("stopped", f"asked to end by {by}, after step 1 of 200")
+
+
 @pytest.mark.asyncio
 async def test_a_run_that_an_evaluation_ended_is_finished_and_says_why(config: Config) -> None:
     async def train(training: Training) -> RunTotals:

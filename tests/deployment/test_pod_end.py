@@ -1,4 +1,5 @@
-"""A pod's preStop command stops the job, or drains the replicas of its node, and waits for their end."""
+"""A pod's preStop command stops the job, restarts the run, or drains the replicas of its node, and waits for their
+end."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,6 +8,7 @@ import pytest
 from ray.job_submission import JobStatus
 
 from asyncrl.deployment import pod_end
+from asyncrl.errors import CallTimeout
 
 
 class Jobs:
@@ -63,7 +65,36 @@ def test_the_replicas_of_the_node_are_drained_and_the_command_waits_for_their_ac
     assert len(slept) == 2
 
 
-@pytest.mark.parametrize("arguments", [["job"], ["replicas"]])
+def test_the_runs_are_asked_to_restart_and_the_command_waits_for_the_ranks_on_the_node() -> None:
+    table = {
+        "1": row("", kind="RankActor"), "2": row("", kind="RankActor", node="n2"), "3": row("", kind="JobSupervisor"),
+    }  # fmt: skip
+    asked: list[str] = []
+    slept: list[float] = []
+
+    def ask(run: str) -> None:
+        asked.append(run)
+        if asked == ["math"]:
+            raise CallTimeout("its buffer is busy")
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            table["1"] = row("", kind="RankActor", state="DEAD")
+
+    assert pod_end.restart_runs("n1", ["math", "code"], table=lambda: table, ask=ask, sleep=sleep) == ["math", "code"]
+    assert asked == ["math", "math", "code"]
+    assert len(slept) == 3
+
+
+def test_a_pod_of_the_learner_without_actors_restarts_no_run() -> None:
+    table = {"1": row("", kind="RankActor", node="n2"), "2": row("", kind="RankActor", state="DEAD")}
+    asked: list[str] = []
+    assert pod_end.restart_runs("n1", ["math"], table=lambda: table, ask=asked.append) == []
+    assert asked == []
+
+
+@pytest.mark.parametrize("arguments", [["job"], ["learner"], ["replicas"]])
 def test_a_pod_whose_cluster_has_ended_already_ends_at_once(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,4 +127,4 @@ def test_the_job_is_stopped_at_the_head_that_kuberay_names(
 
 def test_other_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert pod_end.main([]) == 2
-    assert "use `job` or `replicas`" in capsys.readouterr().err
+    assert "use `job`, `learner` or `replicas`" in capsys.readouterr().err

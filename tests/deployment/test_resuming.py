@@ -576,8 +576,19 @@ def test_the_first_lines_name_the_checkpoint_and_where_later_ones_are(
 def test_the_log_of_a_restarted_command_says_how_its_last_process_ended_and_where_it_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved_often(tmp_path)
+    saved_often(tmp_path, state="finished")
     monkeypatch.setattr(restarts, "_earlier_end", "by SIGKILL")
     with resume_at(tmp_path, 2) as run, caplog.at_level(logging.INFO):
         print_previous(run)
     assert "the process before this one ended by SIGKILL; resuming run quick from step 2: " in caplog.text
+
+
+def test_the_log_of_a_run_that_was_asked_to_restart_says_by_what(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_often(tmp_path, state="stopped")
+    monkeypatch.setattr(restarts, "_earlier_end", "with an error")
+    with resume_at(tmp_path, 2) as run, caplog.at_level(logging.INFO):
+        print_previous(run)
+    why = "asked to end by a signal, before the first step"
+    assert f"the process before this one was {why}; resuming run quick from step 2: " in caplog.text

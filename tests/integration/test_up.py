@@ -217,6 +217,7 @@ WITNESSED = {
     check: f"learning / Differences that the witness found / {letter}"
     for check, letter in zip(CHECKS, string.ascii_uppercase, strict=False)
 }
+OF_GPUS = ("Memory of each GPU", "Busy share of each GPU", "Last XID error of each GPU")
 NO_DATA_WHEN_HEALTHY = {
     "overview / Alerts firing / A": "no alert fires",
     DOWN: "no process is down",
@@ -236,6 +237,7 @@ NO_DATA_WHEN_HEALTHY = {
     "learning / Penalty's β / A": "no penalty of the objective has control",
     WITNESSED["bounds"]: "the objective has no bound that depends on the whole step",
     "learning / Memory of the learner's fullest GPU / A": "the ranks have no GPU",
+    **{f"flow / {panel} / A": "there is no GPU" for panel in OF_GPUS},
     "AsyncrlMirrorBehind": "the run has no mirror",
     "AsyncrlWorkerOutOfMemory": "Ray creates this series when it ends the first worker",
 }
