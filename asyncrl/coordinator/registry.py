@@ -84,7 +84,14 @@ class EndpointChanges(msgspec.Struct, frozen=True, kw_only=True):
 
 def _other_versions(deployment: Deployment, first_with: Mapping[str, Deployment]) -> Iterator[str]:
     """Yields an error for each package of which the first two parts of the version differ between `deployment` and
-    the first deployment of the run that has the package, by package in `first_with`. A learner may lack vLLM."""
+    the first deployment of the run that has the package, by package in `first_with`. A learner may lack vLLM, and each
+    deployment has a version of asyncrl, except for one of a version that did not send it."""
+    if (first := first_with.get("asyncrl")) is not None and "asyncrl" not in deployment.versions:
+        yield (
+            f"{deployment.host} does not say its version of asyncrl, but the run was started on {first.host} with "
+            f"asyncrl {first.versions['asyncrl']}: install this version on {deployment.host} with pip (a checkout in "
+            "PYTHONPATH has no version)"
+        )
     for package, version in deployment.versions.items():
         if (first := first_with.get(package)) is None:
             continue

@@ -376,7 +376,7 @@ class Generator:
         interval_s = self._config.buffer.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
         while True:
             await self.report()
-            self._metrics.heartbeat(unix_time_s=time.time())
+            self._metrics.heartbeat()
             if self._rollouts.agents is not None:
                 self._metrics.sessions(self._rollouts.agents.session_ages_s())
             await asyncio.sleep(min(1.0, interval_s))
