@@ -356,7 +356,7 @@ ROWS = {
         ),
         lines(
             "Age of the newest",
-            "Time since the newest checkpoint was complete. Empty before the first checkpoint of the learner's process.",
+            "Time since the newest checkpoint was complete. Empty before the first one of the learner's process.",
             Query(f"min(asyncrl_checkpoint_age_seconds{{{RUN}}})", "age"),
             unit="s",
             span=6,

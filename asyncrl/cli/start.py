@@ -20,8 +20,8 @@ A deployment that enters the run finds or creates the run's shared actors, coord
 (`shared_actors.enter_run`). Everything that a function of this module starts ends before the function returns, in the
 opposite order. Only Ray stays until the process ends, or until `asyncrl.run` returns.
 
-`asyncrl generator` has no directory: it is admitted, and runs its part (`run_generators`). The imports of Ray and torch
-take seconds. So they are inside functions, and are phases of the start that the live view shows.
+`asyncrl generator` takes no directory: it is admitted, and runs its part (`run_generators`). The imports of Ray and
+torch take seconds. So they are inside functions, and are phases of the start that the live view shows.
 """
 
 import asyncio

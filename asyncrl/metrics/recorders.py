@@ -403,10 +403,10 @@ class LearnerMetrics(ProcessMetrics):
 
     def device_time(self, times: Iterable[DeviceTime]) -> None:
         """Records the device-seconds of each pool since the run began."""
-        for time in times:
-            parts = {"starting": time.starting_s, "waiting": time.waiting_s, "working": time.working_s}
+        for spent in times:
+            parts = {"starting": spent.starting_s, "waiting": spent.waiting_s, "working": spent.working_s}
             for part, total_s in parts.items():
-                labels = {"pool": time.pool.value, "device": time.device.value, "part": part}
+                labels = {"pool": spent.pool.value, "device": spent.device.value, "part": part}
                 self._instruments.raise_to(catalogue.Run.device_seconds_total, total_s, **labels)
 
     def health(self, notes: Iterable[Concern]) -> None:
