@@ -14,10 +14,11 @@ import typer
 
 from asyncrl.cli.options import Address, AllowPublic, ConfigFiles, Overrides, ray_address
 from asyncrl.cli.preflight import prepared
-from asyncrl.cli.restarts import PREEMPTED, starts_no_other
+from asyncrl.cli.restarts import starts_no_other
 from asyncrl.cli.start import run_generators
 from asyncrl.common.roles import Role, RunState
 from asyncrl.deployment.launch import log_to, run_until_done
+from asyncrl.errors import PREEMPTED
 from asyncrl.log_files import LogFile, logs_folder
 from asyncrl.shown_text import describe_process
 

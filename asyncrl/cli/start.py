@@ -60,7 +60,7 @@ from asyncrl.deployment.mirror import Mirror, Store
 from asyncrl.deployment.resuming import Choice, Resumed, no_checkpoint, rate_changes, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen, StartLog
-from asyncrl.errors import ClusterUnreachable, LearnerNotRestored, RunError
+from asyncrl.errors import PREEMPTED, ClusterUnreachable, LearnerNotRestored, RunError
 from asyncrl.learner.records import ForkPoint, Summary, known_info
 from asyncrl.shown_text import describe_process, shown
 from asyncrl.views.console import ShownConsole
@@ -158,7 +158,7 @@ def run_in_terminal(
     preempted = run_dir.end is RunState.PREEMPTED
     print_outcome(summary, run_dir.path, config=config, again=again)
     if summary is None or preempted:
-        raise typer.Exit(restarts.PREEMPTED if preempted else 1)
+        raise typer.Exit(PREEMPTED if preempted else 1)
 
 
 # --- admission -----------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from asyncrl.common.tasks import cancelled
 from asyncrl.config.load import flat_config
 from asyncrl.config.parts import all_configs
 from asyncrl.config.schema import Config
-from asyncrl.deployment.launch import INTERRUPTED
+from asyncrl.errors import INTERRUPTED
 from asyncrl.log_files import make_room
 from asyncrl.parent_death import die_with
 
@@ -77,13 +77,19 @@ def kept_for(config: Config) -> bytes | None:
 
 
 class Ending:
-    """Whether a signal has asked the sweep to end. The processes that train get the signal too."""
+    """Whether a signal has asked the sweep to end. The processes that train get the signal too.
+
+    `by` is the first signal. `at_once` says whether a process has ended at once since, because a second one came.
+    """
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
+        self.by: signal.Signals | None = None
+        self.at_once = False
         self.processes: set[asyncio.subprocess.Process] = set()
 
     def ask(self, number: signal.Signals) -> None:
+        self.by = self.by or number
         self.asked.set()
         for process in self.processes:
             process.send_signal(number)

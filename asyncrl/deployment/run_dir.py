@@ -54,7 +54,7 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment.mirror import WRITERS, Mirror
 from asyncrl.deployment.resuming import SAMPLES, Choice, Resumed, begin_incarnation, lost_folder, unfinished_run
-from asyncrl.errors import CheckpointError, ConfigError, FileRefused, RunLocked
+from asyncrl.errors import CheckpointError, ConfigError, FileRefused, RunLocked, Terminated
 from asyncrl.generation.shared_memory import boot_id
 from asyncrl.learner.audit_records import AUDIT, Began, Record, framed, records_path
 from asyncrl.learner.records import (
@@ -452,7 +452,10 @@ class RunDir(RecordSink):
             self.close(state=state, reason=reason)
             return
         try:
-            if isinstance(error, KeyboardInterrupt):  # in `asyncrl.run`, or before `run_until_done` handles Ctrl-C
+            if isinstance(error, Terminated):
+                self._asked_by, self._from_outside = "SIGTERM", True
+            # in `asyncrl.run`, or before `run_until_done` handles signals
+            if isinstance(error, KeyboardInterrupt | Terminated):
                 self.stopped()
                 self.close(state=self._end[0], reason=self._end[1])
             self.close(state="failed", reason=redacted(f"{type(error).__name__}: {error}"))

@@ -25,7 +25,8 @@ from listening_sockets import COLLECTIVES, NodeListener, documented_on_nodes
 from two_machines import REPOSITORY, Command, Machine, Switch, two_machines, why_not
 
 from asyncrl.checkpoints.directory import CHECKPOINTS, complete_steps
-from asyncrl.cli.restarts import PREEMPTED, RESTART_MENDS
+from asyncrl.cli.restarts import RESTART_MENDS
+from asyncrl.errors import PREEMPTED
 
 SETTINGS = (
     "model.max_length=64",

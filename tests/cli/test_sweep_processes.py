@@ -15,8 +15,7 @@ from asyncrl.cli.kept import KeptProcess
 from asyncrl.cli.restarts import RESTART_MENDS
 from asyncrl.cli.sweep import SweptRun, planned, train_all
 from asyncrl.cli.sweep_processes import Ending, TrainingProcess, TrainingProcesses, kept_for
-from asyncrl.deployment.launch import INTERRUPTED
-from asyncrl.errors import ConfigError
+from asyncrl.errors import INTERRUPTED, ConfigError
 
 pytestmark = pytest.mark.timeout(120)
 
