@@ -95,12 +95,10 @@ class GeneratorActor:
         """
         config, namespace = self._config, self._config.run.name
         hide_secrets(config.environment, secrets.environment)
-        log = LogFile(logs / f"replica-{self._name}.log", form=config.run.log_format)
-        self._started.callback(log.close)
+        log = self._started.enter_context(LogFile(logs / f"replica-{self._name}.log", form=config.run.log_format))
         timeout_s, patience_s = config.buffer.call_timeout_s, config.run.stall_timeout_s
-        scorer = PartScorers(
-            all_configs(config), secrets=secrets, output=RewardLog(logs / "reward.log", replica=self._name)
-        )
+        reward_log = RewardLog(logs / "reward.log", replica=self._name)
+        scorer = PartScorers(all_configs(config), secrets=secrets, output=reward_log)
         self._started.push_async_callback(scorer.close)
         scorer_started = asyncio.create_task(scorer.start())
         await asyncio.sleep(0)  # lets the scorer's start begin; its processes start at the next await
@@ -136,9 +134,7 @@ class GeneratorActor:
             metrics=metrics,
             staged_at=SHARED_MEMORY / pointer,
         )
-        self._agents = agents = await self._with_agents(
-            model_path, engine=engine, scorer=scorer, tokenizer=tokenizer, logs=logs
-        )
+        self._agents = agents = await self._with_agents(model_path, engine, scorer, tokenizer, logs)
         rollouts = Rollouts(
             config=config, engine=engine, tokenizer=tokenizer, scorer=scorer, replica=self._name, agents=agents
         )
@@ -162,7 +158,7 @@ class GeneratorActor:
         return msgspec.structs.replace(engine.processes, shared_memory=[*engine.processes.shared_memory, pointer])
 
     async def _with_agents(
-        self, model_path: str, *, engine: VLLMEngine, scorer: PartScorers, tokenizer: Any, logs: Path
+        self, model_path: str, engine: VLLMEngine, scorer: PartScorers, tokenizer: Any, logs: Path
     ) -> "AgentRollouts | None":
         """Starts the gateway in a process of its own, if any task has an agent."""
         if not scorer.any_agent:
