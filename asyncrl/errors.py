@@ -358,3 +358,19 @@ class UpdateRefused(WeightError):
 REFUSALS = (CallRefused, RowsLost, StalenessViolation, WeightError, CheckpointError)
 """Errors that a rank returns from a call while its process keeps running. Either all ranks raise such an error
 together, or the error leaves the process group intact. In both cases the ranks accept the next call."""
+
+
+INTERRUPTED = 130
+"""Exit code (128 + SIGINT) of a process that a second signal ends, or whose start does not end within the grace."""
+PREEMPTED = 76
+"""Exit code of a command that SIGTERM ended in order before the run's last step: the same command continues the run."""
+SAME_SIGNAL_S = 1.0
+"""A signal that comes again within this time counts once, seconds. `ray job stop`, systemd and `timeout` signal each
+process of a command, and the command's parent passes the signal on to a child that has received it already."""
+
+
+class Terminated(SystemExit):
+    """SIGTERM has ended a command before it handles signals in its own way. The exit code is `PREEMPTED`."""
+
+    def __init__(self) -> None:
+        super().__init__(PREEMPTED)

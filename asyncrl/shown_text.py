@@ -16,6 +16,16 @@ from typing import Literal
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
+
+def utc(unix_time_s: float) -> str:
+    """Returns a time in UTC as text, ISO 8601. Machines may have other zones, and their logs are read together.
+
+    >>> utc(1_796_025_600.25)
+    '2026-11-30T08:00:00.250Z'
+    """
+    return datetime.fromtimestamp(unix_time_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 """Control characters, without tab and newline. U+009B alone begins an escape sequence too. U+2028 and U+2029 separate
 lines. The others change the direction of the text after them, which then shows words in another order (Boucher and
@@ -66,11 +76,19 @@ def describe_process(**facts: object) -> None:
     _facts.update(facts)
 
 
+def fact(name: str) -> object:
+    """Returns a fact of `describe_process`; None if this process has none of this name."""
+    return _facts.get(name)
+
+
 class LogFormatter(logging.Formatter):
-    """Formats log records, with their tracebacks, and passes the text through `shown`."""
+    """Formats log records with their time in UTC and their tracebacks, and passes the text through `shown`."""
 
     def __init__(self) -> None:
         super().__init__(LOG_FORMAT)
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        return utc(record.created)
 
     def format(self, record: logging.LogRecord) -> str:
         return shown(super().format(record))
@@ -86,9 +104,8 @@ class JsonLogFormatter(logging.Formatter):
         self._node = socket.gethostname()
 
     def format(self, record: logging.LogRecord) -> str:
-        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line: dict[str, object] = {
-            "time": time.replace("+00:00", "Z"),
+            "time": utc(record.created),
             "level": record.levelname,
             "logger": record.name,
             # a secret is replaced before the text is encoded, because JSON writes some characters of it otherwise

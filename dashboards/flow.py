@@ -374,8 +374,8 @@ ROWS = {
         ),
         lines(
             "Age of the newest",
-            "Time since the newest checkpoint was complete. Empty before the first checkpoint.",
-            Query(f"time() - {now('asyncrl_checkpoint_last_success_timestamp_seconds', RUN)}", "age"),
+            "Time since the newest checkpoint was complete. Empty before the first one of the learner's process.",
+            Query(f"min(asyncrl_checkpoint_age_seconds{{{RUN}}})", "age"),
             unit="s",
             span=6,
         ),
@@ -400,7 +400,7 @@ ROWS = {
             "Mirror",
             "Time since run.mirror last had everything that was finished. It grows while a checkpoint is sent, and "
             "while the storage fails. Empty without a mirror.",
-            Query(f"time() - {now('asyncrl_mirror_last_success_timestamp_seconds', RUN)}", "behind"),
+            Query(f"min(asyncrl_mirror_behind_seconds{{{RUN}}})", "behind"),
             unit="s",
             span=12,
         ),

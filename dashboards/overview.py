@@ -53,7 +53,7 @@ ROWS = {
             "Time since the learner's last step, divided by run.stall_timeout_s. From 100 % on, the run ends itself if "
             "no group is committed either.",
             Query(
-                f'(time() - max(asyncrl_heartbeat_timestamp_seconds{{role="learner", {RUN}}})) '
+                f'min(asyncrl_heartbeat_age_seconds{{role="learner", {RUN}}}) '
                 f"/ max(asyncrl_stall_timeout_seconds{{{RUN}}})",
                 "of the limit",
             ),

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,17 @@ def test_every_log_and_every_line_of_a_command_goes_the_one_way_that_is_checked_
         "metrics/trackers.py: print(",  # in a docstring
         "deployment/model_evaluation.py: print(",  # in a docstring
     }
+
+
+def test_the_time_of_a_line_is_utc_on_a_machine_with_another_zone(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = logging.LogRecord("asyncrl.tried", logging.INFO, __file__, 1, "lost", (), None)
+    record.created = 1_796_025_600.25
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("TZ", "Asia/Tokyo")
+        time.tzset()
+        line = shown_text.LogFormatter().format(record)
+    time.tzset()
+    assert line == "2026-11-30T08:00:00.250Z INFO asyncrl.tried: lost"
 
 
 @pytest.fixture

@@ -1,20 +1,25 @@
 """`asyncrl generator`: starts a generator deployment of a run on a running Ray cluster.
 
-All output goes to the log on stderr, so that progress and errors have one format.
+All output goes to the log on stderr, so that progress and errors have one format. If the run's directory is on this
+machine, the log is there too.
 """
 
 import logging
+import os
 import signal
+import socket
 from functools import partial
 
 import typer
 
 from asyncrl.cli.options import Address, AllowPublic, ConfigFiles, Overrides, ray_address
 from asyncrl.cli.preflight import prepared
-from asyncrl.cli.restarts import PREEMPTED, starts_no_other
+from asyncrl.cli.restarts import starts_no_other
 from asyncrl.cli.start import run_generators
 from asyncrl.common.roles import Role, RunState
 from asyncrl.deployment.launch import log_to, run_until_done
+from asyncrl.errors import PREEMPTED
+from asyncrl.log_files import LogFile, logs_folder
 from asyncrl.shown_text import describe_process
 
 logger = logging.getLogger(__name__)
@@ -45,7 +50,9 @@ def generator(
         signals.append(number)
 
     describe_process(run=config.run.name, role="generator")
-    with log_to(None, form=config.run.log_format):
+    log = logs_folder(config.run.dir / config.run.name) / f"generator-{socket.gethostname()}-{os.getpid()}.log"
+    form = config.run.log_format
+    with log_to(None, form=form), LogFile(log, form=form):
         run = partial(run_generators, config, address=ray_address(config, address), prompts=prompts)
         state = run_until_done(run, asked=asked)
         logger.info("generators ended")

@@ -24,7 +24,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from asyncrl import __version__
 from asyncrl.cli.kept import KEPT
-from asyncrl.cli.restarts import RESTART_MENDS, ends_on_purpose, report_death, supervise
+from asyncrl.cli.restarts import RESTART_MENDS, ends_on_purpose, report_death, sigterm_ends, supervise
 from asyncrl.cli.terminal import command_app, say
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.run_files import OF_DAMAGED_FILES
@@ -186,6 +186,8 @@ def main() -> None:
     reported = sys.argv[1:2] and sys.argv[1] in REPORTED
     if reported:
         report_death()
+    if sys.argv[1:2] and sys.argv[1] in (*SUPERVISED, *REPORTED, "sweep"):
+        sigterm_ends()
     try:
         if KEPT is None:
             app()

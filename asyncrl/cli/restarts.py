@@ -16,14 +16,14 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
+from asyncrl.errors import INTERRUPTED, SAME_SIGNAL_S, Terminated
 from asyncrl.parent_death import die_with
 
 RESTART_MENDS = 75
 """Exit code of a command after an error that a restart may fix (EX_TEMPFAIL of sysexits.h)."""
-PREEMPTED = 76
-"""Exit code of a command that SIGTERM ended in order before the run's last step: the same command continues the run."""
 WINDOW_S = 3600.0
 """`run.max_restarts` limits the restarts within this time, seconds."""
 EARLY_DEATHS = 5
@@ -86,6 +86,26 @@ def starts_no_other() -> None:
     end calls this: `asyncrl down` signals the child and not the parent, which ignores SIGINT if a shell started it in
     the background. A process whose run has finished, and which trains the next run of a sweep, calls it too."""
     _no_other[0] = 1
+
+
+def sigterm_ends() -> None:
+    """Makes SIGTERM raise Terminated in this process, as long as no other handler replaces this one: before
+    `run_until_done`, nothing was trained, and what was begun ends as after an error. The same signal within
+    `SAME_SIGNAL_S` seconds counts once. A later one ends the process at once, with `INTERRUPTED`."""
+    asked_s: float | None = None
+
+    def ends(_: int, __: FrameType | None) -> None:
+        nonlocal asked_s
+        signal.alarm(0)  # cancels the alarm with which Ray's handler would abort the process after 3 s
+        if asked_s is None:
+            asked_s = time.monotonic()
+            starts_no_other()
+            os.write(2, b"ended by SIGTERM\n")  # `print` might be interrupted in a `print`
+            raise Terminated
+        if time.monotonic() - asked_s >= SAME_SIGNAL_S:
+            os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGTERM, ends)
 
 
 def supervise() -> None:

@@ -20,8 +20,8 @@ A deployment that enters the run finds or creates the run's shared actors, coord
 (`shared_actors.enter_run`). Everything that a function of this module starts ends before the function returns, in the
 opposite order. Only Ray stays until the process ends, or until `asyncrl.run` returns.
 
-`asyncrl generator` has no directory: it is admitted, and runs its part (`run_generators`). The imports of Ray and torch
-take seconds. So they are inside functions, and are phases of the start that the live view shows.
+`asyncrl generator` takes no directory: it is admitted, and runs its part (`run_generators`). The imports of Ray and
+torch take seconds. So they are inside functions, and are phases of the start that the live view shows.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ from asyncrl.deployment.mirror import Mirror, Store
 from asyncrl.deployment.resuming import Choice, Resumed, no_checkpoint, rate_changes, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.deployment.screen import Screen, StartLog
-from asyncrl.errors import ClusterUnreachable, LearnerNotRestored, RunError
+from asyncrl.errors import PREEMPTED, ClusterUnreachable, LearnerNotRestored, RunError
 from asyncrl.learner.records import ForkPoint, Summary, known_info
 from asyncrl.shown_text import describe_process, shown
 from asyncrl.views.console import ShownConsole
@@ -160,7 +160,7 @@ def run_in_terminal(
     if run_dir.end is RunState.STARTING:
         raise typer.Exit(restarts.RESTART_MENDS)
     if summary is None or preempted:
-        raise typer.Exit(restarts.PREEMPTED if preempted else 1)
+        raise typer.Exit(PREEMPTED if preempted else 1)
 
 
 # --- admission -----------------------------------------------------------------------------------------------------

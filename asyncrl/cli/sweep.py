@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -20,14 +21,12 @@ import typer
 from asyncrl.cli.compare import compare
 from asyncrl.cli.options import ConfigFiles, Overrides
 from asyncrl.cli.preflight import checked_config
-from asyncrl.cli.restarts import PREEMPTED
 from asyncrl.cli.sweep_processes import Ending, TrainingProcesses, ended_by_signals
 from asyncrl.cli.terminal import print_warnings, say
 from asyncrl.config.load import first_difference, flat_config, load_config, parse_yaml
 from asyncrl.config.schema import HELDOUT, Config
 from asyncrl.deployment.known_runs import as_it_is, process_of
-from asyncrl.deployment.launch import INTERRUPTED
-from asyncrl.errors import ConfigError
+from asyncrl.errors import INTERRUPTED, PREEMPTED, ConfigError
 from asyncrl.learner.records import EvalRecord, StepRecord, read_lines
 from asyncrl.views.quantities import duration
 from asyncrl.views.short_values import run_name
@@ -74,7 +73,8 @@ def sweep(
 
     An override with commas lists the values of a setting. A text with a comma needs quotes, and a list its brackets.
     The same command continues a sweep that was ended or killed: it skips the runs that have finished and resumes the
-    others. Ctrl-C ends the runs that train at this moment in order, each with a checkpoint.
+    others. Ctrl-C ends the runs that train at this moment in order, each with a checkpoint. The exit codes after Ctrl-C
+    and SIGTERM are those of a run: 0 and 76.
 
     \b
       asyncrl sweep -c quickstart --seeds 3 staleness.max_versions=1,4
@@ -214,6 +214,7 @@ async def train_all(
             code = await processes.train(command, run.config, log=run.log)
             if not waiting:  # other runs may go on for hours, and no run needs the devices of this one
                 await processes.close()
+            ending.at_once |= ending.asked.is_set() and code == INTERRUPTED
             took = duration(time.monotonic() - began_s)
             if code not in (0, PREEMPTED):
                 failed.append(run.name)
@@ -230,7 +231,7 @@ async def train_all(
             await processes.close()
     if ending.asked.is_set():
         say("the sweep was asked to end; the same command continues it")
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(INTERRUPTED if ending.at_once else PREEMPTED if ending.by is signal.SIGTERM else 0)
     return failed
 
 

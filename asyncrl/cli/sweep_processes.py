@@ -26,7 +26,8 @@ from asyncrl.common.tasks import cancelled
 from asyncrl.config.load import flat_config
 from asyncrl.config.parts import all_configs
 from asyncrl.config.schema import Config
-from asyncrl.deployment.launch import INTERRUPTED
+from asyncrl.errors import INTERRUPTED
+from asyncrl.log_files import make_room
 from asyncrl.parent_death import die_with
 
 MAY_DIFFER = (
@@ -76,13 +77,19 @@ def kept_for(config: Config) -> bytes | None:
 
 
 class Ending:
-    """Whether a signal has asked the sweep to end. The processes that train get the signal too."""
+    """Whether a signal has asked the sweep to end. The processes that train get the signal too.
+
+    `by` is the first signal. `at_once` says whether a process has ended at once since, because a second one came.
+    """
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
+        self.by: signal.Signals | None = None
+        self.at_once = False
         self.processes: set[asyncio.subprocess.Process] = set()
 
     def ask(self, number: signal.Signals) -> None:
+        self.by = self.by or number
         self.asked.set()
         for process in self.processes:
             process.send_signal(number)
@@ -114,7 +121,6 @@ class TrainingProcess:
     async def start(cls, command: Sequence[str], *, log: Path) -> "TrainingProcess":
         """Starts the command of a run. The process ends at once if this process is killed."""
         ours, its = socket.socketpair()
-        log.parent.mkdir(parents=True, exist_ok=True)
         with its, log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=[its.fileno()],
@@ -158,6 +164,8 @@ class TrainingProcesses:
     async def train(self, command: Sequence[str], config: Config, *, log: Path) -> int:
         """Trains the run `config`, whose command in a process of its own is `command`. Returns the exit code of the
         command."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        make_room(log)
         wanted = kept_for(config)
         fits = [each for each, shared in self._idle.items() if shared == wanted and each.process.returncode is None]
         fitting = fits[0] if fits else None

@@ -10,6 +10,7 @@ process is `CoordinatorClient(partial(perform, coordinator))`.
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from asyncrl.config.schema import Config
@@ -18,6 +19,7 @@ from asyncrl.coordinator.registry import Registry
 from asyncrl.data.prompts import Task
 from asyncrl.data_plane.calls import finished, patiently
 from asyncrl.data_plane.rows import PREFIX_PARTITION, Rows
+from asyncrl.log_files import LogFile
 from asyncrl.shown_text import describe_process, log_to_stderr
 
 Arguments = ParamSpec("Arguments")
@@ -95,9 +97,10 @@ class CoordinatorClient:
 
 
 class CoordinatorActor:
-    """The Ray actor that runs the coordinator. Other processes call it through `CoordinatorClient`."""
+    """The Ray actor that runs the coordinator. Other processes call it through `CoordinatorClient`. `logs` is the
+    folder for the log of this process, if there is one."""
 
-    def __init__(self, config: Config, tasks: Sequence[Task]) -> None:
+    def __init__(self, config: Config, tasks: Sequence[Task], logs: Path | None = None) -> None:
         log_to_stderr(config.run.log_format)
         prefixes = Rows(config, partition=PREFIX_PARTITION) if config.generator.persist_every_tokens else None
         self._coordinator = Coordinator(config=config, tasks=tasks, rows=Rows(config), prefixes=prefixes)
@@ -107,6 +110,8 @@ class CoordinatorActor:
             incarnation=lambda: self._coordinator.buffer.version.incarnation,
             step=lambda: self._coordinator.buffer.version.step,
         )
+        if logs is not None:
+            LogFile(logs / "coordinator.log", form=config.run.log_format)
 
     async def perform(self, call: Call) -> Any:
         """Performs a call that a `CoordinatorClient` has sent, and returns the answer."""

@@ -778,7 +778,7 @@ class Coordinator:
     def _record(self) -> None:
         buffer, metrics = self.buffer, self._metrics
         lives, holding = buffer.fleet.lives(), buffer.tickets_by_actor()
-        metrics.heartbeat(unix_time_s=time.time())
+        metrics.heartbeat()
         metrics.fill(buffer.counts())
         metrics.account(buffer.account)
         wanted = sum(self.registry.wanted().values())

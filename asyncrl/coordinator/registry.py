@@ -86,7 +86,14 @@ class EndpointChanges(msgspec.Struct, frozen=True, kw_only=True):
 
 def _other_versions(deployment: Deployment, first_with: Mapping[str, Deployment]) -> Iterator[str]:
     """Yields an error for each package of which the first two parts of the version differ between `deployment` and
-    the first deployment of the run that has the package, by package in `first_with`. A learner may lack vLLM."""
+    the first deployment of the run that has the package, by package in `first_with`. A learner may lack vLLM, and each
+    deployment has a version of asyncrl, except for one of a version that did not send it."""
+    if (first := first_with.get("asyncrl")) is not None and "asyncrl" not in deployment.versions:
+        yield (
+            f"{deployment.host} does not say its version of asyncrl, but the run was started on {first.host} with "
+            f"asyncrl {first.versions['asyncrl']}: install this version on {deployment.host} with pip (a checkout in "
+            "PYTHONPATH has no version)"
+        )
     for package, version in deployment.versions.items():
         if (first := first_with.get(package)) is None:
             continue
@@ -402,7 +409,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """A replica's report in each heartbeat. Totals count from the start of its `actor`, and in the coordinator from the
     first start of the replica.
 
-    `metrics_address` is the `host:port` of its metrics endpoint, and `node` the host name of its node.
+    `metrics_address` is the `host:port` of its metrics endpoint, `node` the host name of its node, and `log` the path
+    of its log there.
     `state_seconds` are seconds by state, averaged over the concurrency slots. `running_groups` is the number of
     rollouts that run now, `slots` their maximum. `prompt_tokens` count each sample of a group, and
     `cached_prompt_tokens` of them came from the engine's prefix cache. `device_time` are the device-seconds since the
@@ -424,7 +432,13 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     cached_prompt_tokens: int = 0
     device_time: tuple[DeviceTime, ...] = ()
     node: str = ""
+    log: str = ""
     replicas: int = 1
+
+    @property
+    def log_place(self) -> str:
+        """The node and the path of the log, as `scp` takes them; empty if the path is not known."""
+        return f"{self.node}:{self.log}" if self.log else ""
 
     def plus(self, other: "ReplicaReport", *, sign: int = 1) -> "ReplicaReport":
         """Returns this report with the totals of `other` added to its own; with `sign` -1, subtracted from them."""

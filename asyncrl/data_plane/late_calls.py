@@ -2,7 +2,7 @@
 process, the network between them, or Ray's head.
 
 Ray's head knows the node of an actor. If the head does not answer either, each question would block for a minute. So a
-question is asked in a thread, and a caller waits for its answer for `LOOKUP_S` at most. Meanwhile other callers that
+question is asked in a thread, and callers wait for its answer until `LOOKUP_S` after it was asked. Later callers that
 ask about the same actor do not wait.
 """
 
@@ -88,12 +88,11 @@ class Lookups:
         with self._lock:
             key, now_s = str(ref.task_id().actor_id().hex()), self._clock()
             asked, asked_s = self._asked.get(key, (None, now_s))
-            waits = asked is None or (asked.done() and now_s - asked_s > FRESH_S)
-            if asked is None or waits:
-                asked = Future()
-                self._asked[key] = asked, now_s
+            if asked is None or (asked.done() and now_s - asked_s > FRESH_S):
+                asked, asked_s = Future(), now_s
+                self._asked[key] = asked, asked_s
                 threading.Thread(target=self._ask, args=(ref, asked), name="place of an actor", daemon=True).start()
-        return asked.result(timeout=self._lookup_s if waits else 0.0)
+        return asked.result(timeout=max(0.0, asked_s + self._lookup_s - now_s))
 
     def _ask(self, ref: Any, answer: "Future[Place]") -> None:
         try:

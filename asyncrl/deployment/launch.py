@@ -28,21 +28,14 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from asyncrl.deployment.run_dir import RunDir
+from asyncrl.errors import INTERRUPTED, SAME_SIGNAL_S
+from asyncrl.log_files import LOG_BYTES, LOG_FILES
 from asyncrl.shown_text import LogForm, log_formatter
 
 logger = logging.getLogger(__name__)
 
-INTERRUPTED = 130
-"""Exit code (128 + SIGINT) of a process that a second signal ends, or whose start does not end within the grace."""
-SAME_SIGNAL_S = 1.0
-"""A signal that comes again within this time counts once, seconds. `ray job stop`, systemd and `timeout` signal each
-process of a command, and the command's parent passes the signal on to a child that has received it already."""
 AT_ONCE_S = 2.0
 """Time that a second signal leaves for the last actions before the process exits, seconds."""
-LOG_BYTES = 64 * 2**20
-"""Size at which the log of a process continues in a new file, bytes."""
-LOG_FILES = 4
-"""Number of earlier files of a log that are kept."""
 _WAKE_EVERY_S = 0.5
 """Longest wait of the main thread, seconds. A signal that arrives right before a wait does not interrupt it: Python
 calls the handler after the wait."""

@@ -246,7 +246,6 @@ class Mirror:
         self._latest: str | None = None
         self._records_s, self._records_wait_s = -float("inf"), EVERY_S
         self._metrics: LearnerMetrics | None = None
-        self._succeeded_s = time.time()
         self._error, self._may_delete = "", True
         self._refusal: ConfigError | None = None
         self._begun, self._ending, self._over = threading.Event(), threading.Event(), threading.Event()
@@ -263,7 +262,7 @@ class Mirror:
     def report_to(self, metrics: "LearnerMetrics") -> None:
         """Records the passes from now on as metrics."""
         self._metrics = metrics
-        metrics.mirrored(unix_time_s=self._succeeded_s)
+        metrics.mirrored()
 
     def finish(self, *, within_s: float) -> None:
         """Waits until everything is sent, `within_s` seconds at most. Then logs what is missing."""
@@ -343,9 +342,9 @@ class Mirror:
             )
 
     def _succeeded(self, *, again: bool) -> None:
-        self._error, self._succeeded_s = "", time.time()
+        self._error = ""
         if self._metrics is not None:
-            self._metrics.mirrored(unix_time_s=self._succeeded_s)
+            self._metrics.mirrored()
         if again:
             logger.info("run.mirror: %s has everything again", self._store.url)
 

@@ -43,7 +43,6 @@ from asyncrl.coordinator.status import BriefStatus, OwnReplicas
 from asyncrl.data_plane.calls import finished, reason_of_death
 from asyncrl.deployment.cluster import placed
 from asyncrl.deployment.inputs import Prompts
-from asyncrl.deployment.run_dir import reward_log_path
 from asyncrl.deployment.shared_actors import JOINED, JoinedCluster, RunHandles, keep_attached, leave_run, new_deployment
 from asyncrl.environments.secrets import Secrets, read_secrets, warn_of_short
 from asyncrl.errors import (
@@ -59,6 +58,7 @@ from asyncrl.errors import (
 )
 from asyncrl.generation.actor import GeneratorActor
 from asyncrl.generation.shared_memory import EngineProcesses, reap
+from asyncrl.log_files import logs_folder
 from asyncrl.policy.model_directory import read_json
 
 logger = logging.getLogger(__name__)
@@ -104,13 +104,13 @@ class ReplicaActor:
             node_labels=generator.node_labels,
         )
 
-    async def start(self, model_path: str, *, secrets: Secrets, reward_log: Path) -> EngineProcesses:
+    async def start(self, model_path: str, *, secrets: Secrets, logs: Path) -> EngineProcesses:
         """Starts the engine. Raises CallTimeout after `generator.startup_timeout_s`."""
         if self._taken_over_by is not None:
             taken = self.handle.take_over.remote(config=self._config, deployment=self._taken_over_by)
             await finished(taken, timeout_s=EXIT_S, what=f"taking over {self._replica}")
         # Secrets are arguments of a method call, because Ray's head keeps the arguments of an actor's constructor.
-        started = self.handle.start.remote(model_path, secrets=secrets, reward_log=reward_log)
+        started = self.handle.start.remote(model_path, secrets=secrets, logs=logs)
         timeout_s, what = self._config.generator.startup_timeout_s, f"starting {self._replica}"
         processes: EngineProcesses = await finished(started, timeout_s=timeout_s, what=what)
         return processes
@@ -170,6 +170,8 @@ class Replica:
         self.restarted_s: deque[float] = deque()
         self.samples = 0
         """Samples of all starts, by the last status."""
+        self.log = ""
+        """The node and the path of its log, by its last heartbeat; empty before the first."""
         self.samples_before = 0
         """Samples of the earlier starts."""
         self.error: BaseException | None = None
@@ -275,8 +277,8 @@ class ReplicaPool:
         up, or do not generate again within `generator.replace_timeout_s`.
         """
         for replica in [*self.replicas]:
-            if replica.name in own.reports:
-                replica.samples = own.reports[replica.name].samples
+            if (report := own.reports.get(replica.name)) is not None:
+                replica.samples, replica.log = report.samples, report.log_place
             if replica.work is not None and replica.work.done():
                 replica.work.result()
                 replica.work = None
@@ -367,9 +369,10 @@ class ReplicaPool:
         while True:
             gives_up = self._why_given_up(replica, error)
             logger.error(
-                "replica %s is lost: %s; %s",
+                "replica %s is lost: %s; %s%s",
                 replica.name,
                 error,
+                f"its log is {replica.log}; " if replica.log else "",
                 gives_up or f"it is started again (restart {len(replica.restarted_s) + 1} within an hour)",
             )
             report = Coordinator.quarantine if gives_up else Coordinator.restarting
@@ -500,7 +503,7 @@ class ReplicaPool:
     def _make_actor(self, replica: Replica) -> None:
         replica.start += 1
         replica.begun, replica.processes, replica.running = False, None, None
-        replica.taken_over = False
+        replica.taken_over, replica.log = False, ""
         replica.process = self.new_actor(
             self.config, replica=replica.name, name=replica.actor, deployment=self.deployment
         )
@@ -527,7 +530,7 @@ class ReplicaPool:
         replica.begun = True
         try:
             replica.processes = await replica.process.start(
-                model_path, secrets=self.secrets, reward_log=reward_log_path(self.config)
+                model_path, secrets=self.secrets, logs=logs_folder(self.config.run.dir / self.config.run.name)
             )
         except TimeoutError:
             limit_s = self.config.generator.startup_timeout_s

@@ -2,8 +2,7 @@
 
     config.yaml          the merged configuration, with the versions of the packages and the git revision as comments
     run.json  lock       the process that runs here; a second run is refused (F35)
-    logs/<role>-<n>.log  one file for each process
-    logs/reward.log      output of reward code in replicas on the learner's machine
+    logs/                one file for each process (`asyncrl.log_files`)
     metrics/             targets.json for Prometheus
     samples/step-N.jsonl some groups of each step with all of their samples
     steps.jsonl  evals.jsonl  failures.json  summary.json  report.html
@@ -15,8 +14,8 @@
     lineage.json  lost-steps.jsonl  lost-evals.jsonl  samples/lost-<n>/  checkpoints/lost-<n>/
                          of a run that was resumed: see `resuming.py`
 
-Only the learner writes here while it holds `lock`. The exception is `logs/reward.log`, to which replicas on the
-learner's machine write. The directory of an earlier run with the same name is moved to `<name>.1`,
+Only the learner writes here while it holds `lock`. The exception is `logs/`, to which the other processes of the run
+write if their machines have this directory. The directory of an earlier run with the same name is moved to `<name>.1`,
 `<name>.2`, …, and never overwritten. A run that did not finish and has a complete checkpoint is resumed in its
 directory instead. If a start failed before it recorded anything, only its log is worth keeping, and the next run uses
 the same directory. If a record cannot be written (F27), the error is reported, the record waits in memory, and training
@@ -55,7 +54,7 @@ from asyncrl.config.load import dump_config
 from asyncrl.config.schema import Config
 from asyncrl.deployment.mirror import WRITERS, Mirror
 from asyncrl.deployment.resuming import SAMPLES, Choice, Resumed, begin_incarnation, lost_folder, unfinished_run
-from asyncrl.errors import CheckpointError, ConfigError, FileRefused, RunLocked
+from asyncrl.errors import CheckpointError, ConfigError, FileRefused, RunLocked, Terminated
 from asyncrl.generation.shared_memory import boot_id
 from asyncrl.learner.audit_records import AUDIT, Began, Record, framed, records_path
 from asyncrl.learner.records import (
@@ -71,6 +70,7 @@ from asyncrl.learner.records import (
     Summary,
     known_info,
 )
+from asyncrl.log_files import logs_folder
 from asyncrl.run_files import check_plain, opened_to_append
 from asyncrl.shown_text import redacted
 
@@ -310,7 +310,7 @@ class RunDir(RecordSink):
 
     def log_path(self, role: str, number: int) -> Path:
         """Returns the path of the log of process `number` of a role."""
-        return self.path / "logs" / f"{role}-{number}.log"
+        return logs_folder(self.path) / f"{role}-{number}.log"
 
     def started_ray(self, address: str, *, session: str | None = None, since: str | None = None) -> None:
         """Records the address of the run's Ray cluster in run.json.
@@ -455,7 +455,10 @@ class RunDir(RecordSink):
             self.close(state=state, reason=reason)
             return
         try:
-            if isinstance(error, KeyboardInterrupt):  # in `asyncrl.run`, or before `run_until_done` handles Ctrl-C
+            if isinstance(error, Terminated):
+                self._asked_by, self._from_outside = "SIGTERM", True
+            # in `asyncrl.run`, or before `run_until_done` handles signals
+            if isinstance(error, KeyboardInterrupt | Terminated):
                 self.stopped()
                 self.close(state=self._end[0], reason=self._end[1])
             self.close(state="failed", reason=redacted(f"{type(error).__name__}: {error}"))
@@ -527,14 +530,6 @@ def _set_mode(path: Path, *, shared: bool) -> None:
             error.strerror,
             str(shared).lower(),
         )
-
-
-def reward_log_path(config: Config) -> Path:
-    """Returns the absolute path of the file for the output of reward code.
-
-    It is absolute because replicas run in another working directory than the command.
-    """
-    return (config.run.dir / config.run.name / "logs" / "reward.log").absolute()
 
 
 def directory_id(directory: Path) -> str:

@@ -35,6 +35,7 @@ from asyncrl.data_plane.rows import TRAIN_PARTITION, open_client
 from asyncrl.deployment.cluster import placed, ray_nodes
 from asyncrl.deployment.run_dir import joint_versions
 from asyncrl.errors import ActorGone, AnotherRun, CallTimeout, Fenced, RunEnded, RunError, RunLocked
+from asyncrl.log_files import logs_folder
 from asyncrl.weights.store import WeightClient, WeightStore
 
 logger = logging.getLogger(__name__)
@@ -124,7 +125,8 @@ async def enter_run(
     prompts = await asyncio.to_thread(prompt_data, tasks, source=source)
     placement = await asyncio.to_thread(control_placement, config, here=deployment.role is Role.LEARNER)
     options = {"namespace": config.run.name, "max_concurrency": ACTOR_CONCURRENCY, **placement}
-    handle = detached(CoordinatorActor, config, ray.put(list(tasks)), name=COORDINATOR, **options)
+    logs = logs_folder(config.run.dir / config.run.name)
+    handle = detached(CoordinatorActor, config, ray.put(list(tasks)), logs, name=COORDINATOR, **options)
     weights_handle = detached(WeightStore, name=WEIGHTS, **options)
     coordinator = await _coordinator(handle, config)
     await asyncio.to_thread(_log_node, handle)

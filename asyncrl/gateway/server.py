@@ -8,6 +8,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import ray
@@ -25,6 +26,7 @@ from asyncrl.gateway.calls import MAX_BODY_BYTES
 from asyncrl.gateway.conversations import SessionSettings
 from asyncrl.gateway.gateway import Answered, Asked, EndedSession, Gateway, Sample
 from asyncrl.gateway.rendering import Renderer
+from asyncrl.log_files import LogFile
 from asyncrl.shown_text import describe_process, log_to_stderr
 
 # The connections of a gateway's clients, with bounds for their number, for the bytes of a request, and for its time.
@@ -217,11 +219,13 @@ class GatewayServer:
 
 
 class GatewayActor(GatewayServer):
-    """Body of the Ray actor that runs a gateway. `replica` is the actor name of the replica whose engine answers."""
+    """Body of the Ray actor that runs a gateway. `replica` is the actor name of the replica whose engine answers.
+    `logs` is the folder for the log of this process."""
 
-    def __init__(self, *, config: Config, model_path: str, replica: str) -> None:
+    def __init__(self, *, config: Config, model_path: str, replica: str, logs: Path) -> None:
         log_to_stderr(config.run.log_format)
         describe_process(run=config.run.name, role="gateway", replica=replica)
+        LogFile(logs / f"gateway-{replica}.log", form=config.run.log_format)
         self._replica = ray.get_actor(replica, namespace=REPLICAS)
         tokenizer = load_tokenizer(model_path, chat=config.data.chat, chat_options=config.data.chat_options)
         renderer = Renderer(tokenizer, control_tokens=config.data.control_tokens)
@@ -241,7 +245,7 @@ class RemoteGateway:
     `open` and `close` raise InfraError if the gateway does not answer.
     """
 
-    def __init__(self, *, config: Config, model_path: str, replica: str) -> None:
+    def __init__(self, *, config: Config, model_path: str, replica: str, logs: Path) -> None:
         node = ray.get_runtime_context().get_node_id()
         self._timeout_s = config.buffer.call_timeout_s
         self._start_timeout_s = config.generator.startup_timeout_s
@@ -252,7 +256,7 @@ class RemoteGateway:
                 max_concurrency=CONCURRENCY,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             )
-            .remote(config=config, model_path=model_path, replica=replica)
+            .remote(config=config, model_path=model_path, replica=replica, logs=logs)
         )
 
     async def start(self) -> None:

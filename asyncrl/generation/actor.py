@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,10 +37,11 @@ from asyncrl.generation.rollout import Rollouts
 from asyncrl.generation.shared_memory import SHARED_MEMORY, EngineProcesses, staged_weights, sweep_shared_memory
 from asyncrl.generation.vllm_engine import VLLMEngine, preload, prepare_environment
 from asyncrl.generation.weight_updates import WeightUpdates
+from asyncrl.log_files import LogFile, append_line
 from asyncrl.metrics.recorders import GeneratorMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import monotonic_at_process_start
-from asyncrl.shown_text import describe_process, log_to_stderr
+from asyncrl.shown_text import describe_process, log_to_stderr, utc
 from asyncrl.weights.store import WeightClient
 from asyncrl.weights.transports.of_config import transport_of
 
@@ -87,16 +87,18 @@ class GeneratorActor:
         """The version of the engine's weights; None before the first ones."""
         return None if self._updates is None else self._updates.version
 
-    async def start(self, model_path: str, *, secrets: Secrets, reward_log: Path) -> EngineProcesses:
+    async def start(self, model_path: str, *, secrets: Secrets, logs: Path) -> EngineProcesses:
         """Starts the engine, compares the tokenizer with the run's, and connects to the run's actors.
 
-        `reward_log` is the file for the lines that reward code prints. If the file's folder does not exist on this
-        node, the lines go to the process's log instead.
+        `logs` is the folder for the log of this process and for the lines that reward code prints. If it does not exist
+        on this node, both are only on stderr.
         """
         config, namespace = self._config, self._config.run.name
         hide_secrets(config.environment, secrets.environment)
+        log = self._started.enter_context(LogFile(logs / f"replica-{self._name}.log", form=config.run.log_format))
         timeout_s, patience_s = config.buffer.call_timeout_s, config.run.stall_timeout_s
-        scorer = PartScorers(all_configs(config), secrets=secrets, output=RewardLog(reward_log, replica=self._name))
+        reward_log = RewardLog(logs / "reward.log", replica=self._name)
+        scorer = PartScorers(all_configs(config), secrets=secrets, output=reward_log)
         self._started.push_async_callback(scorer.close)
         scorer_started = asyncio.create_task(scorer.start())
         await asyncio.sleep(0)  # lets the scorer's start begin; its processes start at the next await
@@ -132,7 +134,7 @@ class GeneratorActor:
             metrics=metrics,
             staged_at=SHARED_MEMORY / pointer,
         )
-        self._agents = agents = await self._with_agents(model_path, engine=engine, scorer=scorer, tokenizer=tokenizer)
+        self._agents = agents = await self._with_agents(model_path, engine, scorer, tokenizer, logs)
         rollouts = Rollouts(
             config=config, engine=engine, tokenizer=tokenizer, scorer=scorer, replica=self._name, agents=agents
         )
@@ -151,11 +153,12 @@ class GeneratorActor:
             started_s=self._began_s,
             metrics_address=server.address,
             node=socket.gethostname(),
+            log=lambda: log.path,
         )
         return msgspec.structs.replace(engine.processes, shared_memory=[*engine.processes.shared_memory, pointer])
 
     async def _with_agents(
-        self, model_path: str, *, engine: VLLMEngine, scorer: PartScorers, tokenizer: Any
+        self, model_path: str, engine: VLLMEngine, scorer: PartScorers, tokenizer: Any, logs: Path
     ) -> "AgentRollouts | None":
         """Starts the gateway in a process of its own, if any task has an agent."""
         if not scorer.any_agent:
@@ -164,7 +167,7 @@ class GeneratorActor:
         from asyncrl.gateway.server import RemoteGateway
 
         config = self._config
-        gateway = RemoteGateway(config=config, model_path=model_path, replica=self._name)
+        gateway = RemoteGateway(config=config, model_path=model_path, replica=self._name, logs=logs)
         await gateway.start()
         return AgentRollouts(config=config, gateway=gateway, engine=engine, scorer=scorer, tokenizer=tokenizer)
 
@@ -232,15 +235,10 @@ class GeneratorActor:
 
 # Writes the lines that reward code prints to `logs/reward.log` in the run's directory.
 
-MAX_BYTES = 64 * 2**20
-"""Size of the log file above which no more lines are written. All replicas of one machine write to the same file."""
-
 
 class RewardLog:
-    """Appends lines to `path`. If the folder of `path` does not exist on this node, logs the lines instead.
-
-    The learner makes the folder and may start after the replica, so the file is opened for each line.
-    """
+    """Appends lines to `path`, to which all replicas write. If the folder of `path` does not exist on this node, logs
+    the lines instead."""
 
     def __init__(self, path: Path, *, replica: str) -> None:
         self._path = path
@@ -266,10 +264,4 @@ class RewardLog:
             self._failed = False
 
     def _append(self, line: str) -> None:
-        time = datetime.now().isoformat(sep=" ", timespec="milliseconds")
-        with self._path.open("ab", buffering=0) as file:  # one write per line, so lines of two replicas do not mix
-            size = file.tell()
-            if size < MAX_BYTES:
-                file.write(f"{time} {self._replica}: {line}\n".encode(errors="replace"))
-            if size < MAX_BYTES <= file.tell():
-                file.write(f"the log has reached {MAX_BYTES // 2**20} MiB; no more lines are written\n".encode())
+        append_line(self._path, f"{utc(time.time())} {self._replica}: {line}\n".encode(errors="replace"))

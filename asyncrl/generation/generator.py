@@ -111,6 +111,7 @@ class Generator:
         started_s: float,
         metrics_address: str = "",
         node: str = "",
+        log: Callable[[], str] = str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -153,7 +154,7 @@ class Generator:
         self._unverified: dict[str, InfraError] = {}
         self._draining = asyncio.Event()
         self._last_token_s = clock()
-        self._metrics_address, self._node = metrics_address, node
+        self._metrics_address, self._node, self._log = metrics_address, node, log
         self._devices = Devices.of(gpus=config.generator.gpus, processes=config.generator.tensor_parallel_size)
 
     @property
@@ -319,6 +320,7 @@ class Generator:
             deployment=self._deployment,
             metrics_address=self._metrics_address,
             node=self._node,
+            log=self._log(),
             state_seconds=seconds,
             device_time=(device_time(Pool.GENERATORS, self._devices, seconds),),
             slots=self._slots,
@@ -376,7 +378,7 @@ class Generator:
         interval_s = self._config.buffer.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
         while True:
             await self.report()
-            self._metrics.heartbeat(unix_time_s=time.time())
+            self._metrics.heartbeat()
             if self._rollouts.agents is not None:
                 self._metrics.sessions(self._rollouts.agents.session_ages_s())
             await asyncio.sleep(min(1.0, interval_s))

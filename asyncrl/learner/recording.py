@@ -134,7 +134,7 @@ class StepRecorder:
 
     def _show(self, step: EndedStep, record: StepRecord) -> None:
         """Shows the step in the metrics."""
-        self.metrics.heartbeat(unix_time_s=time.time())
+        self.metrics.heartbeat()
         self.metrics.versions(learner=step.status.version.step, published=record.published_version)
         self.metrics.device_time(record.device_time)
         self.metrics.step(

@@ -203,7 +203,7 @@ class Checkpoints:
             self.saves_ended += 1
         self.saved, self._saved_hf = step, hf
         self._last_save_s = self.clock() - started_s
-        self.metrics.checkpoint_saved(step=step, duration_s=self._last_save_s, unix_time_s=time.time())
+        self.metrics.checkpoint_saved(step=step, duration_s=self._last_save_s)
         await asyncio.to_thread(self._drop_old)
 
     def _failed(self, step: int, error: Exception, *, at_end: bool) -> None:

@@ -136,6 +136,14 @@ class GaugeMetric(Metric):
 
 
 @dataclass(frozen=True, slots=True)
+class AgeMetric(Metric):
+    """A gauge of the seconds since an event. Each scrape reads them from the monotonic clock of the process, so that no
+    query subtracts the clocks of two machines. NaN before the first event."""
+
+    kind = Kind.GAUGE
+
+
+@dataclass(frozen=True, slots=True)
 class HistogramMetric(Metric):
     """A histogram that gets one value a call, by default seconds."""
 
@@ -160,11 +168,11 @@ class Run:
         "Always 1. Its labels describe the run; `run_name` identifies the run that the endpoint belongs to.",
         {"run_name": None, "version": None, "model": None, "environment": None, "loss": None},
     )
-    heartbeat_timestamp_seconds = GaugeMetric(
+    heartbeat_age_seconds = AgeMetric(
         ALL,
-        "asyncrl_heartbeat_timestamp_seconds",
-        "Unix time of the last iteration of the process's main loop.",
-        own_unit="unix seconds",
+        "asyncrl_heartbeat_age_seconds",
+        "Time since the last iteration of the process's main loop; NaN before the first. An iteration of the learner "
+        "is a step.",
     )
     run_incarnation = GaugeMetric(
         LEARNER,
@@ -656,10 +664,10 @@ class Checkpoint:
         "asyncrl_checkpoint_wait_seconds",
         "Time that training waited for a checkpoint, while the ranks copied weights and optimizer in memory.",
     )
-    checkpoint_last_success_timestamp_seconds = GaugeMetric(
+    checkpoint_age_seconds = AgeMetric(
         LEARNER,
-        "asyncrl_checkpoint_last_success_timestamp_seconds",
-        "Unix time at which the newest checkpoint was complete; NaN before the first.",
+        "asyncrl_checkpoint_age_seconds",
+        "Time since the newest checkpoint of this process was complete; NaN before the first.",
     )
     checkpoint_policy_version = GaugeMetric(
         LEARNER,
@@ -672,11 +680,11 @@ class Checkpoint:
         "Checkpoints by outcome. `postponed`: was due while the last one was being written.",
         {"outcome": ("saved", "failed", "postponed")},
     )
-    mirror_last_success_timestamp_seconds = GaugeMetric(
+    mirror_behind_seconds = AgeMetric(
         LEARNER,
-        "asyncrl_mirror_last_success_timestamp_seconds",
-        "Unix time at which `run.mirror` last had everything that was finished, on the learner's clock. The start of "
-        "the process before the first time; NaN without a mirror.",
+        "asyncrl_mirror_behind_seconds",
+        "Time since `run.mirror` last had everything that was finished. Before the first time, the time since the "
+        "start of the process; NaN without a mirror.",
     )
     mirror_failures_total = CounterMetric(
         LEARNER, "asyncrl_mirror_failures_total", "Failed tries to send records or a checkpoint to `run.mirror`."

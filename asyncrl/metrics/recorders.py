@@ -8,6 +8,7 @@ tests/metrics/test_recorders.py checks this: it calls every method and looks for
 import functools
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, product
@@ -37,6 +38,7 @@ from asyncrl.metrics.catalogue import (
     DEADLINES,
     MAX_OPEN_VALUES,
     REPLICA_STATES,
+    AgeMetric,
     CounterMetric,
     CountsMetric,
     GaugeMetric,
@@ -123,7 +125,8 @@ class Instruments:
     that are not finite.
     """
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: Role, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.registry = CollectorRegistry()
         own = [metric for metric in CATALOGUE if role in metric.roles]
         self._counters = {each.name: _started(Counter, each) for each in own if isinstance(each, CounterMetric)}
@@ -131,7 +134,11 @@ class Instruments:
         self._histograms = {each.name: _histogram(each) for each in own if isinstance(each, HistogramMetric)}
         self._counted = {each.name: CountedHistogram(each) for each in own if isinstance(each, CountsMetric)}
         self._scraped = {each.name: ScrapedCounter(each) for each in own if isinstance(each, ScrapedMetric)}
-        made = self._counters | self._gauges | self._histograms | self._counted | self._scraped
+        ages = {each.name: _started(Gauge, each) for each in own if isinstance(each, AgeMetric)}
+        self._began_s = dict.fromkeys(ages, math.nan)
+        for name, age in ages.items():
+            age.set_function(lambda name=name: self._clock() - self._began_s[name])  # type: ignore[misc]
+        made = self._counters | self._gauges | self._histograms | self._counted | self._scraped | ages
         for metric in own:
             self.registry.register(made[metric.name])
         self._open_values: dict[tuple[str, str], set[str]] = {}
@@ -156,6 +163,12 @@ class Instruments:
     def set(self, gauge: GaugeMetric, value: float, **labels: str) -> None:
         """Sets a gauge. NaN is allowed and means that there is no value."""
         self._child(self._gauges[gauge.name], gauge, labels).set(float(value))
+
+    def begin(self, age: AgeMetric) -> None:
+        """Makes the age count from now on."""
+        if age.name not in self._began_s:
+            raise KeyError(age.name)
+        self._began_s[age.name] = self._clock()
 
     def observe(self, histogram: HistogramMetric, *values: float, **labels: str) -> None:
         """Adds values to a histogram."""
@@ -254,8 +267,8 @@ class ProcessMetrics:
     role: Role
     state_seconds: ScrapedMetric
 
-    def __init__(self) -> None:
-        self._instruments = Instruments(self.role)
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._instruments = Instruments(self.role, clock=clock)
         self._failed_methods: set[str] = set()
 
     @property
@@ -289,9 +302,9 @@ class ProcessMetrics:
             loss=config.algorithm.loss_name,
         )
 
-    def heartbeat(self, *, unix_time_s: float) -> None:
-        """Records the time of an iteration of the process's main loop."""
-        self._instruments.set(catalogue.Run.heartbeat_timestamp_seconds, unix_time_s)
+    def heartbeat(self) -> None:
+        """Records an iteration of the process's main loop."""
+        self._instruments.begin(catalogue.Run.heartbeat_age_seconds)
 
 
 @never_raises
@@ -390,10 +403,10 @@ class LearnerMetrics(ProcessMetrics):
 
     def device_time(self, times: Iterable[DeviceTime]) -> None:
         """Records the device-seconds of each pool since the run began."""
-        for time in times:
-            parts = {"starting": time.starting_s, "waiting": time.waiting_s, "working": time.working_s}
+        for spent in times:
+            parts = {"starting": spent.starting_s, "waiting": spent.waiting_s, "working": spent.working_s}
             for part, total_s in parts.items():
-                labels = {"pool": time.pool.value, "device": time.device.value, "part": part}
+                labels = {"pool": spent.pool.value, "device": spent.device.value, "part": part}
                 self._instruments.raise_to(catalogue.Run.device_seconds_total, total_s, **labels)
 
     def health(self, notes: Iterable[Concern]) -> None:
@@ -402,20 +415,20 @@ class LearnerMetrics(ProcessMetrics):
         for note in catalogue.NOTES:
             self._instruments.set(catalogue.Learner.learner_health_note, float(note in shown), note=note)
 
-    def checkpoint_saved(self, *, step: int, duration_s: float, unix_time_s: float) -> None:
+    def checkpoint_saved(self, *, step: int, duration_s: float) -> None:
         """Records a complete checkpoint of the weights after `step` steps."""
         self._instruments.add(catalogue.Checkpoint.checkpoints_total, 1, outcome="saved")
         self._instruments.observe(catalogue.Checkpoint.checkpoint_duration_seconds, duration_s)
         self._instruments.set(catalogue.Checkpoint.checkpoint_policy_version, step)
-        self._instruments.set(catalogue.Checkpoint.checkpoint_last_success_timestamp_seconds, unix_time_s)
+        self._instruments.begin(catalogue.Checkpoint.checkpoint_age_seconds)
 
     def checkpoint_staged(self, wait_s: float) -> None:
         """Records the time that training waited for the copies of a checkpoint."""
         self._instruments.observe(catalogue.Checkpoint.checkpoint_wait_seconds, wait_s)
 
-    def mirrored(self, *, unix_time_s: float) -> None:
-        """Records that the mirror had everything at this time."""
-        self._instruments.set(catalogue.Checkpoint.mirror_last_success_timestamp_seconds, unix_time_s)
+    def mirrored(self) -> None:
+        """Records that the mirror has everything now, or that it begins now."""
+        self._instruments.begin(catalogue.Checkpoint.mirror_behind_seconds)
 
     def mirror_failed(self) -> None:
         """Records a failed try to send something to the mirror."""

@@ -9,6 +9,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,6 +20,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.interfaces import KVBatchMeta
 from asyncrl.errors import REFUSALS
+from asyncrl.log_files import LogFile
 from asyncrl.shown_text import describe_process, log_to_stderr
 
 with uncollected():  # these import torch and transformers
@@ -38,7 +40,8 @@ call."""
 class RankActor:
     """The process of one rank. Call `node_address` on all ranks, `open_rendezvous` on rank 0, `setup` on all. After
     that, other methods may be called, on all ranks. `setup` makes an object of the class `worker`, and its access to
-    named `rows` if the calls have named rows.
+    named `rows` if the calls have named rows. The log of this process has the `incarnation` of the run, and is also
+    written to the folder `logs`, if there is one.
 
     A call has a function, whose first argument is the worker: a method of the worker's class, or a function of another
     layer that reads the rank's model."""
@@ -51,6 +54,8 @@ class RankActor:
         world_size: int,
         config: Config,
         rows: Callable[[RankWorker[Any], Config], FetchedRows] = FetchedRows,
+        incarnation: object = None,
+        logs: Path | None = None,
     ) -> None:
         gc.freeze()  # Python's garbage collector must not scan the imported modules again and again
         self._kind, self._rank, self._world_size, self._config = worker, rank, world_size, config
@@ -60,7 +65,11 @@ class RankActor:
         self._rows: FetchedRows | None = None
         self._step: int | None = None
         log_to_stderr(config.run.log_format)
-        describe_process(run=config.run.name, role=worker.section, rank=rank, step=lambda: self._step)
+        describe_process(
+            run=config.run.name, role=worker.section, rank=rank, incarnation=incarnation, step=lambda: self._step
+        )
+        if logs is not None:
+            LogFile(logs / f"{worker.section}-rank-{rank}.{incarnation}.log", form=config.run.log_format)
 
     def __repr__(self) -> str:
         """Ray puts this name before the lines of the rank's log. It also asks for it before `__init__` is called."""

@@ -29,9 +29,11 @@ from asyncrl.errors import (
     PlacementError,
     RunError,
 )
+from asyncrl.log_files import logs_folder
 from asyncrl.ranks.actor import LOOPBACK, SAVING, SENDING, RankActor, rank_order, spanning_warning
 from asyncrl.ranks.out_of_memory import LESS_MEMORY, is_out_of_memory
 from asyncrl.ranks.worker import RankWorker
+from asyncrl.shown_text import fact
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +112,14 @@ def _actors(worker: type[RankWorker[Any]], config: Config, placement: Any) -> li
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=placement, placement_group_bundle_index=bundle
             ),
-        ).remote(worker=worker, rank=rank, world_size=learner.ranks, config=config)
+        ).remote(
+            worker=worker,
+            rank=rank,
+            world_size=learner.ranks,
+            config=config,
+            incarnation=fact("incarnation"),  # of the learner's process, which starts the ranks
+            logs=logs_folder(config.run.dir / config.run.name),
+        )
         for rank, bundle in enumerate(order)
     ]
 

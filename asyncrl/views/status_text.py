@@ -76,6 +76,7 @@ def _replica(view: ReplicaView, report: ReplicaReport | None) -> str:
             if view.restarts
             else ""
         )
+        + (f"; log {report.log_place}" if report is not None and report.log else "")
         + (f"; {_spent(report)}" if report is not None and report.state_seconds else "")
     )
 

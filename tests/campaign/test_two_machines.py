@@ -25,11 +25,12 @@ import psutil
 import pytest
 import yaml
 from kills import name_of
-from listening_sockets import COLLECTIVES, NodeListener, documented_on_nodes
+from listening_sockets import COLLECTIVES, Listener, NodeListener, documented, documented_on_nodes
 from two_machines import REPOSITORY, Command, Machine, Switch, two_machines, why_not
 
 from asyncrl.checkpoints.directory import CHECKPOINTS, complete_steps
-from asyncrl.cli.restarts import PREEMPTED, RESTART_MENDS
+from asyncrl.cli.restarts import RESTART_MENDS
+from asyncrl.errors import PREEMPTED
 
 SETTINGS = (
     "model.max_length=64",
@@ -212,13 +213,30 @@ def public_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield run
 
 
+def metrics_ports(cluster: Cluster) -> str:
+    """Returns the ports of metrics of the run's processes, as JSON."""
+    targets = json.loads((cluster.run / "metrics" / "targets.json").read_bytes())
+    served = [each for group in targets if group["labels"]["role"] != "ray" for each in group["targets"]]
+    return json.dumps([int(each.rpartition(":")[2]) for each in served])
+
+
+def test_up_listens_where_the_security_page_says_on_a_host_whose_name_leads_to_its_network(cluster: Cluster) -> None:
+    """`tests/integration/test_up.py` compares the table on a host whose name may lead to its loopback interface."""
+    command = cluster.start(cluster.first, "up", "learner.ranks=2")
+    cluster.train(command, 3)
+    answer = cluster.first.call("python", "-c", "import socket; print(socket.gethostbyname(socket.gethostname()))")
+    assert answer.strip() == cluster.first.address
+    script = [sys.executable, listening_sockets.__file__, "up", metrics_ports(cluster)]
+    listening = {Listener(*row) for row in json.loads(cluster.first.call(*script))}
+    assert listening == documented()
+    of_the_model = {(row.process, row.address) for row in listening if row.process in COLLECTIVES}
+    assert of_the_model == {(kind, "127.0.0.1") for kind in COLLECTIVES}
+
+
 def test_the_processes_of_two_nodes_listen_where_the_security_page_says(public_run: TwoNodeRun) -> None:
     """The host names resolve to addresses that the other machine reaches. The table has no other row."""
     cluster = public_run.cluster
-    targets = json.loads((cluster.run / "metrics" / "targets.json").read_bytes())
-    served = [each for group in targets if group["labels"]["role"] != "ray" for each in group["targets"]]
-    metrics = json.dumps([int(each.rpartition(":")[2]) for each in served])
-    script = [sys.executable, listening_sockets.__file__, metrics]
+    script = [sys.executable, listening_sockets.__file__, "nodes", metrics_ports(cluster)]
     learner, generators = (
         {NodeListener(*row) for row in json.loads(machine.call(*script))} for machine in (cluster.first, cluster.second)
     )

@@ -12,7 +12,7 @@ from asyncrl.cli.preflight import check_restart
 from asyncrl.cli.restarts import EARLY_DEATHS, RESTART_MENDS
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import Config
-from asyncrl.errors import RunError
+from asyncrl.errors import INTERRUPTED, PREEMPTED, RunError
 
 pytestmark = pytest.mark.slow
 
@@ -32,10 +32,14 @@ print("start", flush=True)
 """
 
 
-def started(body: str, *, command: str = COMMAND, **options: object) -> "subprocess.Popen[str]":
+def started(body: str, *, command: str = COMMAND, word: str = "", **options: object) -> "subprocess.Popen[str]":
     """Starts a process that runs `body` in the child of `supervise`, or after another `command`."""
     return subprocess.Popen(
-        [sys.executable, "-c", command + body], stdout=subprocess.PIPE, text=True, start_new_session=True, **options
+        [sys.executable, "-c", command + body, word],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        **options,
     )  # type: ignore[call-overload]
 
 
@@ -109,6 +113,40 @@ ends_on_purpose(); sys.exit(0)
 @pytest.mark.parametrize("code", [0, 1, 2, 130])
 def test_a_process_that_ends_on_purpose_is_not_started_again(code: int) -> None:
     assert ended(started(f"ends_on_purpose(); sys.exit({code})")) == (["start 0"], code)
+
+
+MAIN = """
+import os, signal, sys, time
+from asyncrl.cli import main, restarts
+
+def app():
+    try:
+        print("ready", flush=True)
+        signal.pause()
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("cleaned", flush=True)
+
+main.app = app
+sys.argv = ["asyncrl", sys.argv[1]]
+"""
+
+
+@pytest.mark.parametrize("command", ["up", "learner", "generator", "sweep"])
+def test_sigterm_before_the_run_begins_ends_in_order_and_its_repetition_counts_once(command: str) -> None:
+    process = started("main.main()", command=MAIN, word=command)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    assert ended(process) == (["cleaned"], PREEMPTED)
+
+
+def test_a_later_sigterm_ends_what_is_cleaned_before_the_run_begins() -> None:
+    process = started("restarts.SAME_SIGNAL_S = 0.0\nmain.main()", command=MAIN, word="up")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    assert ended(process) == ([], INTERRUPTED)
 
 
 @pytest.mark.fault("F29")

@@ -186,18 +186,24 @@ def test_runs_train_beside_each_other(in_tmp_path: None) -> None:
     assert asyncio.run(train_all(runs_of(2), commands, parallel=2, first=1, of=2)) == []
 
 
-def test_a_signal_ends_the_process_in_order_and_starts_no_other(in_tmp_path: None) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "expected"),
+    [(signal.SIGTERM, 76, 76), (signal.SIGINT, 0, 0), (signal.SIGINT, 1, 0), (signal.SIGTERM, 130, 130)],
+)
+def test_a_signal_ends_the_process_in_order_and_starts_no_other(
+    in_tmp_path: None, number: signal.Signals, code: int, expected: int
+) -> None:
     saves = (
         "import os, pathlib, signal, sys\n"
-        "def save(number, frame):\n    pathlib.Path('saved').write_text(str(number))\n    sys.exit(76)\n"
-        "signal.signal(signal.SIGTERM, save)\n"
-        f"os.kill({os.getpid()}, signal.SIGTERM)\n"
+        f"def save(number, frame):\n    pathlib.Path('saved').write_text(str(number))\n    sys.exit({code})\n"
+        f"signal.signal({int(number)}, save)\n"
+        f"os.kill({os.getpid()}, {int(number)})\n"
         "while True: signal.pause()"
     )
     with pytest.raises(typer.Exit) as ended:
         asyncio.run(train_all(runs_of(2), [program(saves), program("open('second', 'w')")], parallel=1, first=1, of=2))
-    assert ended.value.exit_code == 130
-    assert Path("saved").read_text() == str(int(signal.SIGTERM))
+    assert ended.value.exit_code == expected
+    assert Path("saved").read_text() == str(int(number))
     assert not Path("second").exists()
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl import log_files
 from asyncrl.cli.kept import KeptProcess
 from asyncrl.cli.restarts import RESTART_MENDS
 from asyncrl.cli.sweep import SweptRun, planned, train_all
 from asyncrl.cli.sweep_processes import Ending, TrainingProcess, TrainingProcesses, kept_for
-from asyncrl.deployment.launch import INTERRUPTED
-from asyncrl.errors import ConfigError
+from asyncrl.errors import INTERRUPTED, ConfigError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -60,6 +60,20 @@ def test_runs_that_differ_in_seed_and_objective_share_a_process_and_have_their_o
     runs = planned(FILES, ["algorithm.loss=tis,opsm"], name="mine", seeds=2)
     assert trained(runs) == ([], [[run.name for run in runs]])
     assert [run.log.read_text() for run in runs] == [f"output of {run.name}\n" for run in runs]
+
+
+def test_a_full_log_of_a_run_continues_in_a_new_file_when_the_run_goes_on(
+    in_tmp_path: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_files, "LOG_BYTES", 10)
+    runs = planned(FILES, [], name="mine", seeds=2)
+    for run in runs:
+        run.log.parent.mkdir(parents=True, exist_ok=True)
+        run.log.write_text("before the kill\n")
+    assert trained(runs) == ([], [[run.name for run in runs]])
+    for run in runs:
+        assert run.log.read_text() == f"output of {run.name}\n"
+        assert Path(f"{run.log}.1").read_text() == "before the kill\n"
 
 
 def test_a_run_with_another_engine_gets_another_process(in_tmp_path: None) -> None:

@@ -60,6 +60,18 @@ def test_a_deployment_with_another_version_is_refused_with_both_versions_and_bot
     assert members.live() == [learner]
 
 
+@pytest.mark.parametrize("versions", [{}, {name: version for name, version in VERSIONS.items() if name != "asyncrl"}])
+def test_a_deployment_that_does_not_send_its_version_of_asyncrl_is_refused(versions: dict[str, str]) -> None:
+    members, shared = registry(Clock()), {"staleness.max_versions": 2, "run.seed": 0}
+    joins = msgspec.structs.replace(deployment("g", Role.GENERATOR), host="node-2", versions=versions)
+    members.check(joins, shared=shared)  # the run has no version that it could differ from
+    members.attach(msgspec.structs.replace(deployment("l", Role.LEARNER), versions=VERSIONS))
+    with pytest.raises(
+        RunMismatch, match=r"node-2 does not say its version of asyncrl, but .* node-1 with asyncrl 0\.2"
+    ):
+        members.check(joins, shared=shared)
+
+
 def test_generators_are_compared_with_each_other_where_the_learner_lacks_the_package() -> None:
     members, shared = registry(Clock()), {"staleness.max_versions": 2, "run.seed": 0}
     for number, versions in enumerate([{"torch": "2.13.0"}, {"torch": "2.13.1", "vllm": "0.32.0"}]):

@@ -101,6 +101,16 @@ def test_what_moves_once_a_step_is_looked_at_over_the_range_of_steps() -> None:
             assert range_ == timedelta(minutes=5 if stepwise else 1), question
 
 
+def test_no_query_subtracts_the_clocks_of_two_machines() -> None:
+    """`time()` is Prometheus' clock, and a timestamp comes from the clock of the process that is scraped."""
+    for question in QUESTIONS:
+
+        def visit(node: promql.Expr, asked_by: str = question.asked_by) -> None:
+            assert not (isinstance(node, promql.Call) and node.func.name == "time"), asked_by
+
+        promql.walk(parsed(question.expr), pre_visit=visit)
+
+
 def test_no_comparison_holds_for_what_is_no_number() -> None:
     for question in QUESTIONS:
 
@@ -200,7 +210,7 @@ HAS_LIMIT = {
     "asyncrl_weight_parity_nats": "asyncrl_weight_parity_limit_nats",
     "asyncrl_generator_policy_version": "asyncrl_weight_lag_limit_versions",
     "asyncrl_weight_load_seconds_sum": "asyncrl_weight_sync_timeout_seconds",
-    "asyncrl_heartbeat_timestamp_seconds": "asyncrl_stall_timeout_seconds",
+    "asyncrl_heartbeat_age_seconds": "asyncrl_stall_timeout_seconds",
     "asyncrl_buffer_oldest_group_age_seconds": "asyncrl_stall_timeout_seconds",
     "asyncrl_checkpoint_policy_version": "asyncrl_checkpoint_interval_versions",
 }

@@ -1,6 +1,7 @@
 """The error of a late call names the node that did not answer, and waits for Ray's head only once."""
 
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,6 +50,33 @@ def test_a_head_that_does_not_answer_is_named_and_asked_only_once_for_an_actor()
         assert "Ray's head did not say either" in lookups.why(ref(actor))
     answered.set()
     assert sorted(asked) == ["a", "b"]
+
+
+def test_threads_that_are_late_together_get_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    second_waits, first_asks = threading.Event(), threading.Event()
+
+    class Answer(Future[Place]):
+        """The answer of the lookup, which comes when a caller waits for it that has not asked."""
+
+        def result(self, timeout: float | None = None) -> Place:
+            if threading.current_thread() is threading.main_thread():
+                second_waits.set()
+            return super().result(timeout)
+
+    def answering(_: Any) -> Place:
+        first_asks.set()
+        assert second_waits.wait(60.0)
+        return ELSEWHERE
+
+    monkeypatch.setattr(late_calls, "Future", Answer)
+    now_s = [0.0]
+    lookups = Lookups(answering, lookup_s=60.0, clock=lambda: now_s[0])
+    with ThreadPoolExecutor(1) as other:
+        first = other.submit(lookups.why, ref())
+        assert first_asks.wait(60.0)
+        now_s[0] = 30.0
+        assert "the node gpu-2" in lookups.why(ref())
+        assert "the node gpu-2" in first.result(60.0)
 
 
 def test_an_answer_is_used_again_while_it_is_fresh() -> None:

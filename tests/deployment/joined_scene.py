@@ -132,8 +132,8 @@ class MadeUpActor:
 
     async def placed(self) -> None: ...
 
-    async def start(self, model_path: str, *, secrets: Secrets, reward_log: Path) -> EngineProcesses:
-        self.given = {"model_path": model_path, "secrets": secrets, "reward_log": reward_log}
+    async def start(self, model_path: str, *, secrets: Secrets, logs: Path) -> EngineProcesses:
+        self.given = {"model_path": model_path, "secrets": secrets, "logs": logs}
         if self._actors.start_errors:
             raise self._actors.start_errors.pop(0)
         await self._actors.starting()

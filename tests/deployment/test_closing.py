@@ -17,9 +17,10 @@ from asyncrl.common.roles import RunState
 from asyncrl.common.tasks import Stopped, unless_one_fails, unless_stopped
 from asyncrl.config.schema import Config
 from asyncrl.deployment import learner
-from asyncrl.deployment.launch import INTERRUPTED, asked_to_end, ended_at_once, give_up, run_until_done
+from asyncrl.deployment.launch import asked_to_end, ended_at_once, give_up, run_until_done
 from asyncrl.deployment.learner import short_grace
 from asyncrl.deployment.run_dir import RunDir
+from asyncrl.errors import INTERRUPTED, PREEMPTED, Terminated
 from asyncrl.learner.records import RunInfo
 
 
@@ -102,6 +103,15 @@ def test_the_grace_is_counted_beside_an_event_loop_that_hangs(run: RunDir) -> No
     assert (timer.interval, timer.function, timer.args) == (3600.0, give_up, [run, 3600.0])
     assert timer.daemon, "the timer must not keep the process alive"
     assert written(run).exit_reason == "asked to end by SIGINT"
+
+
+def test_sigterm_before_the_run_handles_signals_is_its_end_in_run_json(tmp_path: Path) -> None:
+    config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+    with pytest.raises(Terminated) as ended, RunDir.create(config) as run:
+        raise Terminated
+    assert ended.value.code == PREEMPTED
+    assert written(run).state == "stopped"
+    assert written(run).exit_reason == "asked to end by SIGTERM, before the first step"
 
 
 @pytest.mark.parametrize(("number", "end"), [(signal.SIGTERM, RunState.PREEMPTED), (signal.SIGINT, RunState.STOPPED)])

@@ -99,7 +99,7 @@ async def test_a_replica_gets_the_secrets_of_the_command_with_its_start_and_a_pa
     await deployment_of(config, actors=actors, started=lambda _: stop.set()).run(stop)
     (actor,) = actors.actors.values()
     assert actor.given["secrets"].environment == {"JUDGE_API_KEY": judge_key}
-    assert actor.given["reward_log"] == in_an_empty_folder / "runs" / "a" / "logs" / "reward.log"
+    assert actor.given["logs"] == in_an_empty_folder / "runs" / "a" / "logs"
 
 
 @pytest.mark.asyncio

@@ -236,6 +236,25 @@ async def test_too_few_replicas_end_the_deployment_only_after_the_time_to_replac
 
 
 @pytest.mark.asyncio
+async def test_the_log_of_a_lost_replica_is_named_but_not_again_for_its_next_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scene = MadeUpPool()
+    [only] = await scene.begin()
+    (report,) = make_status().reports.values()
+    report = msgspec.structs.replace(report, node="gpu-7", log="/tmp/ray/session/logs/worker-1.err")
+    own = scene.own()
+    await scene.look(msgspec.structs.replace(own, reports={only: report}))
+    for actor in (only, actor_of(only, 2)):
+        scene.kill(actor)
+        await asyncio.sleep(0)
+        await scene.look()
+    lost = [message for message in caplog.messages if "is lost" in message]
+    assert ["; its log is gpu-7:/tmp/ray/session/logs/worker-1.err; " in message for message in lost] == [True, False]
+    await scene.pool.end(grace_s=20.0)
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("state", [ReplicaState.SUSPECT, ReplicaState.QUARANTINED])
 @pytest.mark.parametrize("answers", [True, False])
 async def test_a_silent_replica_is_asked_and_replaced_only_if_it_does_not_answer(

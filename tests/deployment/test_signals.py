@@ -16,10 +16,9 @@ from typer.testing import CliRunner
 
 from asyncrl.cli import down
 from asyncrl.cli.main import app
-from asyncrl.cli.restarts import PREEMPTED
 from asyncrl.deployment import cluster
 from asyncrl.deployment.known_runs import process_of
-from asyncrl.errors import RunError
+from asyncrl.errors import PREEMPTED, RunError
 
 pytestmark = pytest.mark.slow
 

@@ -27,7 +27,5 @@ async def test_a_replica_hides_the_secrets_before_it_starts_anything(
     config = Config.model_validate({"environment": {"secrets": ["JUDGE_API_KEY"]}})
     replica = actor.GeneratorActor(config=config, name="generator-a", deployment="d")
     with pytest.raises(RunError, match="nothing starts"):
-        await replica.start(
-            "model", secrets=Secrets({"JUDGE_API_KEY": "sk-0123456789"}), reward_log=tmp_path / "reward.log"
-        )
+        await replica.start("model", secrets=Secrets({"JUDGE_API_KEY": "sk-0123456789"}), logs=tmp_path)
     assert shown_text.shown("401 for sk-0123456789") == "401 for <JUDGE_API_KEY>"

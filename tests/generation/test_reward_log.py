@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.generation import actor
+from asyncrl import log_files
 from asyncrl.generation.actor import RewardLog
 
 
@@ -14,7 +14,7 @@ def test_lines_of_several_replicas_carry_time_and_name(tmp_path: Path) -> None:
     first, second = (RewardLog(path, replica=name) for name in ("generator-a", "generator-b"))
     first("asking")
     second("é \udc80")
-    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}"
+    stamp = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
     assert re.fullmatch(f"{stamp} generator-a: asking\n{stamp} generator-b: é \\?\n", path.read_text())
 
 
@@ -48,14 +48,10 @@ def test_a_log_that_cannot_be_written_is_reported_once_and_again_after_it_could(
     assert "reward.log (" in warnings[0].getMessage()
 
 
-def test_the_log_ends_at_its_limit_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actor, "MAX_BYTES", 2**20)
-    path = tmp_path / "reward.log"
-    path.write_bytes(b"x" * (2**20 - 1) + b"\n")
-    RewardLog(path, replica="a")("not written")
-    assert path.stat().st_size == 2**20
-    path.write_bytes(b"x" * (2**20 - 2) + b"\n")
-    for _ in range(3):
-        RewardLog(path, replica="a")("the last")
-    assert path.read_text()[2**20 - 1 :].splitlines()[0].endswith("a: the last")
-    assert path.read_text()[2**20 - 1 :].splitlines()[1:] == ["the log has reached 1 MiB; no more lines are written"]
+def test_a_full_log_continues_in_a_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_files, "LOG_BYTES", 100)
+    for number in range(4):
+        RewardLog(tmp_path / "reward.log", replica="a")(f"line {number} {'x' * 30}")
+    files = {each.name: each.read_text() for each in tmp_path.iterdir()}
+    assert sorted(files) == ["reward.log", "reward.log.1"]
+    assert [sum(f"line {number}" in text for text in files.values()) for number in range(4)] == [1, 1, 1, 1]

@@ -19,7 +19,8 @@ from kills import kill
 from onlookers import expect_advice
 from two_nodes import CONTROL_ACTORS, PLACEMENT, TwoNodes, pools_of, two_nodes
 
-from asyncrl.cli.restarts import PREEMPTED, RESTART_MENDS
+from asyncrl.cli.restarts import RESTART_MENDS
+from asyncrl.errors import PREEMPTED
 from asyncrl.views.headline import Bound
 
 pytestmark = [pytest.mark.integration, pytest.mark.campaign]

@@ -11,8 +11,8 @@ import pytest
 from conftest import QUICKSTART, Run, small_overrides
 from kills import kill
 
-from asyncrl.cli.restarts import PREEMPTED
 from asyncrl.complete_directory import COMPLETE
+from asyncrl.errors import PREEMPTED
 
 pytestmark = [pytest.mark.integration, pytest.mark.campaign]
 

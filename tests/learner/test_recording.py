@@ -70,9 +70,9 @@ NOT_OF_A_STEP = {
     *(f"learner_{GAUGES[name].removeprefix('asyncrl_learner_')}" for name in AGENT_NUMBERS),  # only with agents
     *(f"learner_witness_{check}_ratio" for check in WITNESSED),  # only in steps that are witnessed
     *("weight_parity_ratio", "weight_parity_nats", "rows_outstanding", "learner_heldout_reward_mean"),
-    *("checkpoint_interval_versions", "checkpoint_policy_version", "checkpoint_last_success_timestamp_seconds"),
-    "mirror_last_success_timestamp_seconds",
-    *("heartbeat_timestamp_seconds", "deadline_seconds"),
+    *("checkpoint_interval_versions", "checkpoint_policy_version", "checkpoint_age_seconds"),
+    "mirror_behind_seconds",
+    *("heartbeat_age_seconds", "deadline_seconds"),
     *("run_incarnation", "run_restarts", "run_resumed_timestamp_seconds"),
     "run_effective_training_time_ratio",  # twice a second, so that it falls while no step ends
 }

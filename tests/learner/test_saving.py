@@ -227,12 +227,12 @@ async def test_the_user_hears_in_time_what_a_full_disk_will_cost(caplog: pytest.
 
 
 @pytest.mark.asyncio
-async def test_before_the_first_one_there_is_no_time_of_a_success() -> None:
+async def test_before_the_first_one_there_is_no_age() -> None:
     run = scene(every_steps=5, total_steps=1)
     run.trainer.save_answers = [DISK_FULL]
     await run.run()
     assert run.checkpoints.unsaved is DISK_FULL
-    assert math.isnan(shown(run, "_last_success_timestamp_seconds") or 0.0)
+    assert math.isnan(shown(run, "_age_seconds") or 0.0)
     assert shown(run, "_policy_version") == 0
 
 

@@ -54,7 +54,7 @@ ACCOUNT = Account(
 def learner() -> LearnerMetrics:
     metrics = LearnerMetrics()
     metrics.run_info(CONFIG)
-    metrics.heartbeat(unix_time_s=1.7e9)
+    metrics.heartbeat()
     metrics.states_from(lambda: {"forward_backward": 2.5})
     metrics.limits(CONFIG)
     metrics.incarnation(3, nonce="ab12", restarts=2, resumed_unix_s=1.7e9)
@@ -67,10 +67,10 @@ def learner() -> LearnerMetrics:
     metrics.health([Concern.CUT])
     metrics.effective_training_time(0.9)
     metrics.device_time([DeviceTime(pool=Pool.LEARNER, device=Device.GPU, starting_s=1.0, working_s=4.0)])
-    metrics.checkpoint_saved(step=10, duration_s=4.0, unix_time_s=1.7e9)
+    metrics.checkpoint_saved(step=10, duration_s=4.0)
     metrics.checkpoint_staged(0.5)
     metrics.checkpoint_missed(outcome="postponed")
-    metrics.mirrored(unix_time_s=1.0)
+    metrics.mirrored()
     metrics.mirror_failed()
     metrics.checkpoint_missed(outcome="failed")
     metrics.parity(3e-6, ratio=0.03)
@@ -83,7 +83,7 @@ def learner() -> LearnerMetrics:
 def generator() -> GeneratorMetrics:
     metrics = GeneratorMetrics(environment="reasoning_gym")
     metrics.run_info(CONFIG)
-    metrics.heartbeat(unix_time_s=1.7e9)
+    metrics.heartbeat()
     metrics.states_from(lambda: {"generating": 7.0, "idle": 1.0})
     metrics.inflight(5)
     metrics.policy_version(11)
@@ -109,7 +109,7 @@ def generator() -> GeneratorMetrics:
 def buffer() -> BufferMetrics:
     metrics = BufferMetrics()
     metrics.run_info(CONFIG)
-    metrics.heartbeat(unix_time_s=1.7e9)
+    metrics.heartbeat()
     metrics.states_from(lambda: {"learner_waits": 3.0, "nobody_waits": 1.0})
     metrics.limits(limits_of(CONFIG))
     metrics.fill(COUNTS)
@@ -196,6 +196,19 @@ def test_state_seconds_are_read_at_the_scrape_so_that_a_wait_shows_while_it_last
     seconds["waiting_for_groups"] = 61.0
     assert value(recorded, name, state="waiting_for_groups") == 61.0
     assert value(recorded, name, state="publish") == 0.0
+
+
+def test_ages_are_read_at_the_scrape_from_the_clock_of_the_process() -> None:
+    now_s = [100.0]
+    recorded = LearnerMetrics(clock=lambda: now_s[0])
+    recorded.heartbeat()
+    recorded.mirrored()
+    now_s[0] += 61.0
+    recorded.mirrored()
+    now_s[0] += 4.0
+    assert value(recorded, "asyncrl_heartbeat_age_seconds") == 65.0
+    assert value(recorded, "asyncrl_mirror_behind_seconds") == 4.0
+    assert math.isnan(value(recorded, "asyncrl_checkpoint_age_seconds") or 0.0), "before the first checkpoint"
 
 
 def test_a_scrape_survives_a_reader_that_raises_and_counters_never_fall() -> None:

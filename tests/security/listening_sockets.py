@@ -1,9 +1,10 @@
 """The sockets at which the processes of a run listen, and the tables of them in docs/security.md.
 
-    python listening_sockets.py '[9400, 41055]'
+    python listening_sockets.py nodes '[9400, 41055]'
+    python listening_sockets.py up '[9400, 41055]'
 
-prints those of all processes that the caller sees, as JSON. The ports are those of metrics. A test calls it in each of
-two machines (tests/campaign/two_machines.py).
+print those of all processes that the caller sees, as JSON: as rows of the table of several machines, and of that of
+`asyncrl up`. The ports are those of metrics. Tests call it in each of two machines (tests/campaign/two_machines.py).
 """
 
 import contextlib
@@ -143,4 +144,6 @@ def _rows(*titles: str) -> list[list[str]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(sorted(listeners_here(json.loads(sys.argv[1])))))
+    table, ports = sys.argv[1], json.loads(sys.argv[2])
+    found = listeners_here(ports) if table == "nodes" else listeners(psutil.process_iter(), metrics=ports)
+    print(json.dumps(sorted(found)))

@@ -69,6 +69,16 @@ def test_a_replica_names_its_deployment_and_every_line_says_what_it_is_about() -
     assert "deployment learner-d: pid 1 on h" in lines
 
 
+def test_the_log_of_a_replica_is_named_as_scp_takes_it_also_after_its_death() -> None:
+    status = make_status()
+    assert not any("log" in line for line in status_lines(status) if line.startswith("replica "))
+    report = msgspec.structs.replace(status.reports["generator-a"], node="gpu-7", log="/runs/a/logs/replica-a.log")
+    dead = msgspec.structs.replace(status.replicas[0], live=False, silent_s=60.0)
+    status = make_status(reports={"generator-a": report}, replicas=(dead,))
+    [line] = [line for line in status_lines(status) if line.startswith("replica generator-a")]
+    assert "; log gpu-7:/runs/a/logs/replica-a.log" in line
+
+
 def test_the_reason_of_the_last_change_of_the_number_of_replicas_is_shown() -> None:
     line = "the deployments should have 3 replicas together; the last change: why"
     assert line in status_lines(make_status(wanted_replicas={"d": 1, "e": 2}, scaled_because="why"))
