@@ -7,7 +7,7 @@ shards its parameters, and checkpoints keep its state by the names of the parame
 - all of its state is in `optimizer.state[parameter]`, as tensors or numbers,
 - its state for a sharded parameter is sharded too: made by operations on the parameter, such as `torch.zeros_like`.
 
-`try_optimizer` checks the first two before a run starts, and the first step of a run the third.
+`try_optimizer` checks the first two before a run starts, and each step of a run the third.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,13 +37,7 @@ def make_optimizer(
     if section.own is None:
         return adamw(model, section, device=device)
     optimizer = own_optimizer(trained_parameters(model), section, key=key)
-    name = section.name
-
-    def check_first_state(*_: Any) -> None:
-        first.remove()
-        _check_sharded(optimizer, name=name, key=key)
-
-    first = optimizer.register_step_post_hook(check_first_state)
+    optimizer.register_step_post_hook(lambda *_: _check_sharded(optimizer, name=section.name, key=key))
     return optimizer
 
 
