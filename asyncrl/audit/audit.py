@@ -40,7 +40,7 @@ def outcomes_of(
         "5 replay": partial(steps_replay, trust=trust),
     }
     if witness_steps:
-        checks["6 witness"] = partial(steps_witnessed, steps=witness_steps, progress=progress)
+        checks["6 witness"] = partial(steps_witnessed, steps=witness_steps, progress=progress, trust=trust)
     for name, check in checks.items():
         yield checked(name, check, history)
 

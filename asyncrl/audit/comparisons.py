@@ -184,8 +184,9 @@ def _of_updates(equal_advantages: float) -> list[Comparison]:
         ),
         Comparison(
             check="optimizer",
-            compares="change of each weight tensor between kept versions, with AdamW's formula and the plain gradient, "
-            "from zero moments at the run's first step; differences that the rounding of float32 explains count as 0",
+            compares="change of each weight tensor between kept versions, with AdamW's formula (or the optimizer of "
+            "learner.optimizer.name, called with whole tensors) and the plain gradient, from no state at the run's "
+            "first step; differences that the rounding of float32 explains count as 0",
             things="changes of weights",
             unit="of the norm of the tensor's change",
             limit=EQUAL_CHANGES,

@@ -1,8 +1,9 @@
-"""A whole model of transformers with the weights that a run kept, and AdamW over whole tensors by its formula.
+"""A whole model of transformers with the weights that a run kept, and the optimizer over whole tensors: AdamW by its
+formula, or the user's own.
 
 The sixth check of the audit computes with it. It has no shards, no packing and no wrapper. Of the code of the ranks it
-uses only the reader of the files that they saved (`SavedTensors`). An adapter (`model.lora`) is two products beside
-each linear layer, W x + (alpha / rank) · B A x.
+uses only the reader of the files that they saved (`SavedTensors`), and the function that imports the user's optimizer
+(`own_optimizer`). An adapter (`model.lora`) is two products beside each linear layer, W x + (alpha / rank) · B A x.
 """
 
 import math
@@ -16,7 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.audit.history import NotPossible
 from asyncrl.config.schema import LoraSection, OptimizerSection
+from asyncrl.errors import ConfigError
+from asyncrl.ranks.optimizer import own_optimizer
 from asyncrl.ranks.shard_files import SavedTensors
+from asyncrl.user_code import describe_error
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
@@ -168,10 +172,56 @@ class Moments:
         example are the biases of keys, which attention without positions does not see."""
         sizes = {name: (second / (1 - self._settings.betas[1] ** self._steps[name])).sqrt()
                  for name, second in self._second.items()}  # fmt: skip
-        if name not in sizes:
-            return torch.zeros((), dtype=torch.bool)
-        typical = norm_of(sizes) / math.sqrt(sum(each.numel() for each in sizes.values()))
-        return (sizes[name] > 0) & (sizes[name] < LEAST_GRADIENT * typical)
+        return _nearly_0(sizes, name)
+
+
+class OwnOptimizer:
+    """An optimizer of the user's own (`learner.optimizer.name`), made once more in this process for whole tensors in
+    float64. It begins without state. Raises NotPossible if the user's code fails here."""
+
+    def __init__(self, settings: OptimizerSection) -> None:
+        self._settings = settings
+        self._made: torch.optim.Optimizer | None = None
+        self._parameters: dict[str, torch.nn.Parameter] = {}
+        self._squares: Tensors = {}
+
+    def step(self, values: Tensors, gradient: Tensors, *, rate: float) -> Tensors:
+        """Does what `Moments.step` does, by a step of the user's optimizer."""
+        if self._made is None:
+            self._parameters = {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
+            try:
+                self._made = own_optimizer([*self._parameters.values()], self._settings, key="learner.optimizer")
+            except ConfigError as error:
+                raise NotPossible(str(error)) from error
+        share = min(1.0, self._settings.max_grad_norm / (norm_of(gradient) + 1e-6))
+        for name, parameter in self._parameters.items():
+            parameter.data.copy_(values[name])
+            parameter.grad = share * gradient[name] if name in gradient else None
+        for name, raw in gradient.items():
+            self._squares[name] = self._squares.get(name, torch.zeros_like(raw)) + raw**2
+        for group in self._made.param_groups:
+            group["lr"] = rate
+        try:
+            self._made.step(None)
+        except Exception as error:  # the user's code may raise anything
+            described = describe_error(error)
+            raise NotPossible(
+                f"a step of {self._settings.name} with whole tensors in float64 raised {described}"
+            ) from error
+        return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+
+    def decided_by_rounding(self, name: str) -> torch.Tensor:
+        """Returns True for the elements of a tensor whose gradients were nearly 0, but not 0, in the steps so far: the
+        user's optimizer may divide a gradient by its own size, as AdamW does."""
+        return _nearly_0({name: squares.sqrt() for name, squares in self._squares.items()}, name)
+
+
+def _nearly_0(sizes: Tensors, name: str) -> torch.Tensor:
+    """Returns True for the elements of the tensor `name` whose size is below a share of the typical one, but not 0."""
+    if name not in sizes:
+        return torch.zeros((), dtype=torch.bool)
+    typical = norm_of(sizes) / math.sqrt(sum(each.numel() for each in sizes.values()))
+    return (sizes[name] > 0) & (sizes[name] < LEAST_GRADIENT * typical)
 
 
 def sequences_of(row: Mapping[str, torch.Tensor], *, branches: str) -> list[tuple[int, int]]:

@@ -57,13 +57,14 @@ def steps_replay(history: History, *, trust: bool = False) -> str:
     norm and weights, and the kept advantages and log-probs, bit by bit; and every trained token has its sampling
     log-prob under the kept weights of its version, within the run's own limit for the parity of on-policy tokens.
 
-    The ranks import the loss and the advantage that the run's config names. Without `trust`, such a run has no replay.
+    The ranks import the loss, the advantage and the optimizer that the run's config names. Without `trust`, such a run
+    has no replay.
     """
     kept = kept_steps(history)
     config = read_config(history.directory)
-    if not trust and (refusal := untrusted(config, section="algorithm")):
+    if not trust and (refusal := untrusted(config, sections=("algorithm", "learner.optimizer"))):
         raise NotPossible(refusal)
-    named = (config.algorithm.loss_name, baseline_of(config.algorithm))
+    named = (config.algorithm.loss_name, baseline_of(config.algorithm), config.learner.optimizer.name)
     search_folders([Path()], [each for each in named if each is not None and is_import_path(each)])
     batches = [kept_batch(kept, step) for step in history.steps]
     _check_same_conditions(history, config)

@@ -30,7 +30,7 @@ def reward_differences(history: History, config: Config) -> Iterator[tuple[float
     Rewards of the user's own code, of a judge and of other servers are left out: they may give another number each
     time. Raises NotPossible with the reason if the rewards cannot be computed from a text of `samples/`.
     """
-    if any(untrusted(config, section=section) for section in ("environment", "data")):
+    if untrusted(config, sections=("environment", "data")):
         raise NotPossible("the configuration names code, programs or servers for the rewards")
     for key, *_ in changed_settings(history, ("environment.", "data.")):  # the values may be private
         raise NotPossible(f"{key} was changed when the run was resumed")

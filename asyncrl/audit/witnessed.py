@@ -16,7 +16,8 @@ The checks of a step, in the order in which a reader should look at them: a late
     rate        recorded learning rates; not only of the chosen steps
     penalty     recorded β of the penalty with `control`; not only of the chosen steps
     gradient    norm of the loss's gradient of all rows, with the coefficients of the objective's formula
-    optimizer   the new weights, by AdamW from zero moments; for the first steps of the run
+    optimizer   the new weights, by AdamW from zero moments; for the first steps of the run. An optimizer of the user's
+                own is called once more, from its start, with whole tensors
 """
 
 import math
@@ -34,11 +35,13 @@ from asyncrl.audit.comparisons import EQUAL_GRADIENTS, PlainComputation, compari
 from asyncrl.audit.history import Counterexample, History, NotPossible
 from asyncrl.audit.kept_batches import check_same_settings, kept_batch, kept_steps
 from asyncrl.audit.plain_bounds import k3_of, with_beta, with_bounds
-from asyncrl.audit.plain_model import CPU, Moments, PlainModel, Tensors, norm_of
+from asyncrl.audit.plain_model import CPU, Moments, OwnOptimizer, PlainModel, Tensors, norm_of
 from asyncrl.audit.rescored import MOST_GROUPS, reward_differences
 from asyncrl.audit.trained_rows import TrainedRow, trained_rows
 from asyncrl.checkpoints.directory import CHECKPOINTS, HF, complete_steps, folder_of
 from asyncrl.common.version import Version
+from asyncrl.config.import_path import search_folders
+from asyncrl.config.named_code import untrusted
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.errors import CheckpointError
@@ -76,15 +79,18 @@ def chosen_steps(trained_steps: int, wanted: int) -> tuple[list[int], list[int]]
     return [*range(first)], [first - 1 + (place + 1) * (trained_steps - first) // others for place in range(others)]
 
 
-def steps_witnessed(history: History, *, steps: int, progress: Callable[[str], None]) -> PlainComputation:
+def steps_witnessed(
+    history: History, *, steps: int, progress: Callable[[str], None], trust: bool = False
+) -> PlainComputation:
     """Check 6: computes `steps` of the surviving steps again by a plain path, and compares. Raises NotPossible if the
-    run did not keep what this needs, and Counterexample if a kept batch is not the one that was trained."""
+    run did not keep what this needs, and Counterexample if a kept batch is not the one that was trained. An optimizer
+    that the run's config names is imported only with `trust`."""
     kept, config = kept_steps(history), read_config(history.directory)
     check_same_settings(history)
     first, others = chosen_steps(len(history.steps), steps)
     lines = {each.step: each for each in read_lines(history.directory / "steps.jsonl", StepRecord) if each.trained}
     model = PlainModel(_described(history), lora=config.model.lora)
-    witness = _Witness(config=config, kept=kept, model=model, lines=lines)
+    witness = _Witness(config=config, kept=kept, model=model, lines=lines, trust=trust)
     if history.forked_from is not None and config.model.lora is None and witness.reads_reference:
         raise NotPossible(
             f"the run began with the weights of {history.forked_from}, and its reference policy is the model at "
@@ -125,7 +131,9 @@ class _Witness:
     """Computes steps again by a plain path, one after the other, the first ones of the run first. `lines` are the
     records of the trained steps in steps.jsonl. `found` has the results of the comparisons by check."""
 
-    def __init__(self, *, config: Config, kept: KeptSteps, model: PlainModel, lines: Mapping[int, StepRecord]) -> None:
+    def __init__(
+        self, *, config: Config, kept: KeptSteps, model: PlainModel, lines: Mapping[int, StepRecord], trust: bool
+    ) -> None:
         self.optimizer_steps: list[int] = []
         self._left_out: list[str] = []
         self._config = config
@@ -134,7 +142,7 @@ class _Witness:
         self._lines = lines
         self._controlled = controlled_penalty(config)
         self._betas: dict[int, float] = {}
-        self._moments = Moments(config.learner.optimizer)
+        self._optimizer = self._read_optimizer(trust=trust)
         self._unjudged = 0
         self._unusable = 0
         self._sample_axes = sample_axes(config)
@@ -164,6 +172,20 @@ class _Witness:
             found.append(f"{count} whose gradients are nearly 0, so that rounding decides where they go")
         return tuple(found)
 
+    def _read_optimizer(self, *, trust: bool) -> Moments | OwnOptimizer | None:
+        """Returns the optimizer that steps with whole tensors; None for the user's own without `trust`."""
+        settings = self._config.learner.optimizer
+        if settings.own is None:
+            return Moments(settings)
+        if not trust and untrusted(self._config, sections=("learner.optimizer",)):
+            self._left_out.append(
+                f"the optimizer's step, because learner.optimizer.name = {settings.name} is code that the run names, "
+                "and it is imported only with --trust"
+            )
+            return None
+        search_folders([Path()], [settings.name])
+        return OwnOptimizer(settings)
+
     def _read_objective(self) -> Axes | None:
         """Returns the axes of the objective; None if the witness has no formula for its derivatives: for a loss of the
         user, and for bounds of the step that depend on an interpolated policy."""
@@ -181,7 +203,7 @@ class _Witness:
 
     def witness(self, step: TrainedStep, *, initial: TrainedStep, consecutive: bool) -> None:
         """Computes a step again, and compares. With `consecutive`, all earlier steps of the run were computed before,
-        so AdamW's moments are known, and the new weights are compared too. `initial` is the first step of the run."""
+        so the optimizer's state is known, and the new weights are compared too. `initial` is the run's first step."""
         lease, rows = kept_batch(self._kept, step)
         completions = completions_of(lease)
         kept = trained(completions, axes=self._sample_axes, config=self._config)
@@ -197,7 +219,8 @@ class _Witness:
             self._compare_kl(step, found, start, reference)
             self._compare_advantages(completions, found, start, reference)
             if self._objective is not None:
-                self._train(step, completions, kept, found, start, reference, consecutive=consecutive)
+                optimizer = self._optimizer if consecutive else None
+                self._train(step, completions, kept, found, start, reference, optimizer=optimizer)
 
     def compare_rewards(self, history: History) -> None:
         """Compares the rewards of the samples whose texts the run kept."""
@@ -418,16 +441,17 @@ class _Witness:
         start: Mapping[int, list[float]],
         reference: Mapping[int, list[float]],
         *,
-        consecutive: bool,
+        optimizer: Moments | OwnOptimizer | None,
     ) -> None:
-        """Computes the updates of a step, and compares the norm of their gradients. With `consecutive`, also computes
-        and compares the weights after them."""
+        """Computes the updates of a step, and compares the norm of their gradients. With an `optimizer` that has made
+        all earlier steps, also computes and compares the weights after them."""
         learner = self._config.learner
         updates = 1 if len(kept) % (learner.updates_per_step * learner.ranks) else learner.updates_per_step
-        if updates > 1 and not consecutive:
+        if updates > 1 and optimizer is None:
+            after = " after the first steps of the run" if self._optimizer is not None else ""
             self._leave_out(
-                "the gradient and the optimizer's step after the first steps of the run, because the weights between "
-                f"the {updates} updates of a step follow from the optimizer's moments"
+                f"the gradient and the optimizer's step{after}, because the weights between the {updates} updates of a "
+                "step follow from the optimizer's state"
             )
             return
         axes = self._axes_of_step(step, rows, start, reference)
@@ -448,8 +472,8 @@ class _Witness:
             recorded = step.grad_norm if updates == 1 else None
             gradient = self._gradient(axes, own, samples, of_update, recorded=recorded)
             norms.append(norm_of(gradient))
-            if consecutive:
-                values = self._moments.step(values, gradient, rate=rate)
+            if optimizer is not None:
+                values = optimizer.step(values, gradient, rate=rate)
                 for name, parameter in self._model.trained.items():
                     parameter.data = values[name].float()
         norm = sum(norms) / max(len(norms), 1)
@@ -458,8 +482,8 @@ class _Witness:
             f"the gradient of step {step.step} has the recorded norm {step.grad_norm:.9g}, and the plain one {norm:.9g}"
         )
         self._compare("gradient", len(norms), apart, where)
-        if consecutive:
-            self._compare_changes(step, before, values)
+        if optimizer is not None:
+            self._compare_changes(step, before, values, optimizer)
 
     def _sample(
         self,
@@ -528,21 +552,24 @@ class _Witness:
             tried.append((off, gradient))
         return min(tried, key=lambda each: each[0])[1]
 
-    def _compare_changes(self, step: TrainedStep, before: Tensors, expected: Tensors) -> None:
-        """Compares the change of each tensor by AdamW's formula (`before` to `expected`) with its change between the
-        kept weights before and after the step."""
+    def _compare_changes(
+        self, step: TrainedStep, before: Tensors, expected: Tensors, optimizer: Moments | OwnOptimizer
+    ) -> None:
+        """Compares the change of each tensor by the plain optimizer (`before` to `expected`) with its change between
+        the kept weights before and after the step."""
+        by = "AdamW's formula" if isinstance(optimizer, Moments) else self._config.learner.optimizer.name
         self._load(step.made)
         found = self._model.values()
         self.optimizer_steps.append(step.step)
         for name, value in expected.items():
-            judged = ~self._moments.decided_by_rounding(name).expand_as(value)
+            judged = ~optimizer.decided_by_rounding(name).expand_as(value)
             by_formula, by_run = (value - before[name]) * judged, (found[name] - before[name]) * judged
             change = float(by_formula.norm())
             rounding = 2**-23 * float(before[name].norm())
             apart = max(float((by_run - by_formula).norm()) - rounding, 0.0)
             where = (
                 f"step {step.step} changed {name} by {float(by_run.norm()):.6g} (norm) in the kept weights, and by "
-                f"{change:.6g} by AdamW's formula"
+                f"{change:.6g} by {by}"
             )
             worst = apart / change if change else (math.inf if apart else 0.0)
             self._compare("optimizer", int(judged.sum()), worst, where)

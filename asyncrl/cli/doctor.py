@@ -30,7 +30,7 @@ from asyncrl.cli.gpu_checks import (
     warn,
 )
 from asyncrl.cli.options import ConfigFiles, Overrides
-from asyncrl.cli.preflight import check_planned_family, run_checks
+from asyncrl.cli.preflight import check_planned_family, run_checks, search_user_modules
 from asyncrl.cli.terminal import print_warnings, say
 from asyncrl.config.load import load_config
 from asyncrl.config.rules import check_config
@@ -282,6 +282,7 @@ def doctor(
     if plan:
         # The machine may lack the model's weights, the data and the GPUs. Only the model's config.json is needed.
         config = load_config(files, overrides)
+        search_user_modules(config, files)
         print_warnings(run_checks(config, [check_config, check_planned_family]))
         from asyncrl.cli.plan import show_plan  # imports torch and transformers, which takes seconds
 

@@ -6,8 +6,8 @@ modules, tasks, GPUs and cores are there. It imports none of them. `look` (of `a
 of a model of the Hugging Face Hub.
 
 The user's reward or environment is created in a real scoring process, with the same environment variables as in a run.
-The command's own process imports datasets, losses and advantages, because it uses them later. Built-in parts are not
-tried, so they take no time here. Only the parts that the command's roles need are checked.
+The command's own process imports datasets, losses, advantages and optimizers. Built-in parts are not tried, so they
+take no time here. Only the parts that the command's roles need are checked.
 """
 
 import contextlib
@@ -415,6 +415,7 @@ def user_modules(config: Config, roles: Collection[Role]) -> dict[str, str]:
     if Role.LEARNER in roles:
         named["algorithm.loss"] = config.algorithm.loss_name
         named["algorithm.advantage"] = baseline_of(config.algorithm)
+        named |= {f"{name}.optimizer.name": pool.optimizer.name for name, pool in config.rank_pools().items()}
     return {key: value for key, value in named.items() if isinstance(value, str) and is_import_path(value)}
 
 
@@ -519,6 +520,8 @@ def _trials(config: Config, roles: Collection[Role]) -> list[Callable[[Config], 
         trials.append(_try_loss)
     if Role.LEARNER in roles and isinstance(resolve_advantage(advantage_of(config.algorithm)), OwnEstimator):
         trials.append(_try_advantage)
+    if Role.LEARNER in roles and any(pool.optimizer.own is not None for pool in config.rank_pools().values()):
+        trials.append(_try_optimizers)
     return trials
 
 
@@ -617,6 +620,14 @@ def _try_advantage(config: Config) -> None:
     from asyncrl.algorithms.advantages import resolve_estimator  # imports torch
 
     resolve_estimator(advantage_of(config.algorithm))
+
+
+def _try_optimizers(config: Config) -> None:
+    from asyncrl.ranks.optimizer import try_optimizer  # imports torch
+
+    for name, pool in config.rank_pools().items():
+        if pool.optimizer.own is not None:
+            try_optimizer(pool.optimizer, key=f"{name}.optimizer")
 
 
 def _has_own_rows(config: Config) -> bool:

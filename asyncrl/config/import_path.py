@@ -29,11 +29,15 @@ from asyncrl.user_code import USER_FOLDERS, describe_error
 
 OF_SEVERAL_TURNS = ("guess_the_number", "calculator", "key_value_store", "verifiers", "openenv")
 """Built-in environments of several turns."""
+ADAMW = "adamw"
+"""The built-in optimizer."""
 BUILT_IN_NAMES: Mapping[str, Sequence[str]] = {
     "data.dataset": ("environment", "jsonl", "hf"),
     "environment.name": ("reasoning_gym", "math", *OF_SEVERAL_TURNS),
     "environment.reward": ("exact_match", "math_verify"),
     "environment.rewards": ("exact_match", "math_verify", "regex", "length", "judge"),
+    "learner.optimizer.name": (ADAMW,),
+    "critic.optimizer.name": (ADAMW,),
 }
 """Built-in names that a key accepts instead of an import path."""
 

@@ -25,7 +25,7 @@ from yaml.constructor import SafeConstructor
 from yaml.cyaml import CParser  # type: ignore[attr-defined]  # wheels of PyYAML have libyaml
 from yaml.resolver import Resolver
 
-from asyncrl.config.import_path import suggest
+from asyncrl.config.import_path import ADAMW, suggest
 from asyncrl.config.recipes import config_file, find_data, recipe_file, with_modules
 from asyncrl.config.schema import PER_DEPLOYMENT, Config, DatasetSection, KeyPath, ScoringSection, marked, sections
 from asyncrl.errors import ConfigError
@@ -33,6 +33,12 @@ from asyncrl.errors import ConfigError
 _REPLACED: Collection[KeyPath] = {("algorithm", "loss"), ("algorithm", "advantage")}
 """Mappings that a later layer replaces as a whole if it sets the key `name` in them: their other keys are options that
 belong to this name."""
+
+_OF_ITS_NAME: Mapping[KeyPath, Collection[str]] = dict.fromkeys(
+    (("learner", "optimizer"), ("critic", "optimizer")), ("options", "betas", "eps", "weight_decay")
+)
+"""Keys of a mapping that belong to its key `name`: if a later layer sets another name, those of earlier layers do not
+count. All overrides are one layer, because their order on the command line has no meaning."""
 
 Layer = Path | str | Mapping[str, object]
 """A part of a configuration: the path of a YAML file, the name of a recipe, or a mapping whose keys are sections or
@@ -225,6 +231,10 @@ def _merge(
         below = into.get(name)
         if not isinstance(below, dict) or ((*path, name) in _REPLACED and "name" in value):
             below = into[name] = {}
+        if value.get("name", "") not in ("", below.get("name", ADAMW)):
+            for key in _OF_ITS_NAME.get((*path, name), ()):
+                if origins.get((*path, name, key), origin) != origin:
+                    below.pop(key, None)
         _merge(below, value, origin=origin, origins=origins, path=(*path, name))
 
 

@@ -3,12 +3,13 @@ directory may come from elsewhere, so commands that read it use none of them wit
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 from asyncrl.config.import_path import IMPORT_PATH
 from asyncrl.config.schema import Config
 
-_SECTIONS = ("data", "environment", "algorithm", "eval")
+_SECTIONS = ("data", "environment", "algorithm", "eval", "learner.optimizer", "critic.optimizer")
 _NAMING = ("command", "python", "secrets", "url")
 """Names of settings, and of options of environments, whose values are programs (`command`, `python`), environment
 variables that code and servers get (`secrets`), or addresses of servers (`url`). Servers get the prompts and the
@@ -18,23 +19,27 @@ _CODE_OF_ENGINE = re.compile(r"\w\.[^\W\d]|/")
 `compilation_config.backend`."""
 
 
-def named_code(config: Config, *, section: str = "") -> dict[str, str]:
+def named_code(config: Config, *, sections: Collection[str] = ()) -> dict[str, str]:
     """Returns the import paths, the programs, the servers and the secrets that the configuration names, by dotted key.
-    One of the servers is the storage of `run.mirror`, which gets the whole run. `section` limits them to one
-    section."""
+    One of the servers is the storage of `run.mirror`, which gets the whole run. `sections` limits them to these dotted
+    keys of sections."""
     tree = config.model_dump(mode="json")
-    sections = [section] if section else _SECTIONS
-    found = {key: value for name in sections for key, value in _of(tree[name], key=name)}
-    if not section and config.run.mirror is not None:
+    found = dict[str, str]()
+    for name in sections or _SECTIONS:
+        below: Any = tree
+        for part in name.split("."):
+            below = None if below is None else below[part]
+        found |= _of(below, key=name)
+    if not sections and config.run.mirror is not None:
         found["run.mirror"] = config.run.mirror
-    of_engine = {} if section else dict(_texts(config.generator.engine_args, key="generator.engine_args"))
+    of_engine = {} if sections else dict(_texts(config.generator.engine_args, key="generator.engine_args"))
     return found | {key: value for key, value in of_engine.items() if _CODE_OF_ENGINE.search(value)}
 
 
-def untrusted(config: Config, *, section: str = "") -> str:
+def untrusted(config: Config, *, sections: Collection[str] = ()) -> str:
     """Returns the message with which a command without --trust refuses the configuration of a run, because it names
     code, programs, servers or secrets (`named_code`); "" if it names none."""
-    named = [f"{key} = {value}" for key, value in named_code(config, section=section).items()]
+    named = [f"{key} = {value}" for key, value in named_code(config, sections=sections).items()]
     if not named:
         return ""
     return (

@@ -30,6 +30,7 @@ from asyncrl.config.schema import (
     Config,
     DatasetSection,
     GeneratorSection,
+    OptimizerSection,
     ScoringSection,
     marked,
 )
@@ -375,6 +376,28 @@ def _names(config: Config) -> Iterator[str]:
         name = _value(config, key)
         if isinstance(name, str) and (problem := malformed(name, key=key)):
             yield problem
+
+
+def _optimizers(config: Config) -> Iterator[str]:
+    for name, pool in config.rank_pools().items():
+        section, key = pool.optimizer, f"{name}.optimizer"
+        if section.own is None and section.options:
+            yield (
+                f"{key}.options = {section.options}: is only for an optimizer that {key}.name gives by import path; "
+                f"remove it, and set {', '.join(f'{key}.{each}' for each in _OF_ADAMW)} for AdamW"
+            )
+        for setting in _OF_ADAMW if section.own is not None else ():
+            value, default = getattr(section, setting), OptimizerSection.model_fields[setting].default
+            if value != default:
+                yield (
+                    f"{key}.{setting} = {value}: is a setting of AdamW, and does nothing with {key}.name = "
+                    f"{section.name}; remove it (its default is {default}), and give the optimizer its own arguments "
+                    f"in {key}.options"
+                )
+
+
+_OF_ADAMW = ("betas", "eps", "weight_decay")
+"""Settings of an optimizer that only AdamW has."""
 
 
 # Datasets, rewards and held-out sets.
@@ -773,6 +796,7 @@ def _warnings(config: Config) -> Iterator[str]:
 
 _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _names,
+    _optimizers,
     _tasks,
     _staleness,
     _on_deadline,

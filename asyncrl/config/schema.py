@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from asyncrl.config.import_path import OF_SEVERAL_TURNS
+from asyncrl.config.import_path import ADAMW, OF_SEVERAL_TURNS, OwnCallable
 
 # Types and marks of the fields of the schema.
 
@@ -569,8 +569,15 @@ class GeneratorSection(Section):
 
 
 class OptimizerSection(Section):
-    """The AdamW optimizer and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule. `betas`, `eps` and `weight_decay` are settings of AdamW."""
 
+    name: str = ADAMW
+    """`adamw`, or an import path `package.module:callable` of an optimizer of your own, e.g. `torch.optim:SGD`: the
+    callable is called with the trained parameters, `lr` and `options`, and returns a `torch.optim.Optimizer`
+    (docs/optimizers.md). If a later file or the command line sets another name, `options`, `betas`, `eps` and
+    `weight_decay` of earlier files do not count."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the callable that `name` gives by import path, e.g. `{momentum: 0.9}`."""
     learning_rate: NonNegativeFloat = 1e-3
     """Peak learning rate. With 0, the weights never change: the run measures and evaluates fixed weights, and its start
     says so."""
@@ -588,6 +595,11 @@ class OptimizerSection(Section):
     """Learning rate at the last step, as a share of the peak. For `linear` and `cosine`."""
     max_grad_norm: PositiveFloat = 1.0
     """Global norm to which gradients are clipped."""
+
+    @property
+    def own(self) -> OwnCallable | None:
+        """The optimizer that `name` gives by import path, and its options; None for AdamW."""
+        return None if self.name == ADAMW else OwnCallable(path=self.name, options=self.options)
 
 
 class LearnerSection(Section):

@@ -23,11 +23,12 @@ from asyncrl.generation.vllm_adapters import slots, vllm_rank
 from asyncrl.generation.vllm_arguments import CPU_KV_CACHE_GIB
 from asyncrl.policy.export import FILE_BYTES
 from asyncrl.ranks.accelerator import compute_dtype
+from asyncrl.ranks.optimizer import state_bytes
 from asyncrl.weights.manifest import ParameterSpec, aligned
 from asyncrl.weights.publisher import MOST_BUCKETS
 
 MASTER_BYTES = 4
-"""Bytes of a number in the learner's weights, gradients, and each of AdamW's two moments: they are float32."""
+"""Bytes of a number in the learner's weights and gradients: they are float32."""
 STORED_VERSIONS = 3
 """Versions of the weights that the store keeps: two, and the one that is being published."""
 STORED_WITH_DELTAS = 4
@@ -216,7 +217,10 @@ def _rank_lines(
         yield Line(place=rank, what=what, nbytes=MASTER_BYTES * shard, memory=device)
         gradients = MASTER_BYTES * _gradients(config, pool, changed, shard)
         yield Line(place=rank, what="gradients", nbytes=gradients, memory=device)
-        yield Line(place=rank, what="AdamW's moments", nbytes=2 * MASTER_BYTES * shard, memory=device)
+        state = state_bytes(pool.optimizer, key=f"{name}.optimizer") * shard
+        named = pool.optimizer.name
+        what = "AdamW's moments" if pool.optimizer.own is None else f"state of {named} (measured with a small matrix)"
+        yield Line(place=rank, what=what, nbytes=state, memory=device)
         whole = compute_dtype(config).itemsize * gathered(own)
         yield Line(place=rank, what="whole layers in a pass", nbytes=whole, memory=device)
         if pool.gpus:
@@ -231,7 +235,9 @@ def _rank_lines(
                 yield Line(place=rank, what="reference weights", nbytes=MASTER_BYTES * shard, memory=device)
             for what, nbytes in _sending(config, sent):
                 yield Line(place=rank, what=what, nbytes=nbytes, memory=Memory.NODE, processes=senders)
-        saved = 3 * MASTER_BYTES * shard / copies  # also without `checkpoint.every_steps`: a run ends with a checkpoint
+        saved = (
+            MASTER_BYTES * shard + state
+        ) / copies  # also without `checkpoint.every_steps`: a run ends with a checkpoint
         yield Line(place=rank, what="copy for a checkpoint", nbytes=saved, memory=Memory.NODE)
         if name == "learner":
             file = min(FILE_BYTES, sum(spec.nbytes for spec in changed))

@@ -292,6 +292,13 @@ def _checked(resumed: Resumed, directory: Path, config: Config) -> Resumed:
                 f"{resumed.manifest.settings.get(key)!r}, and a run keeps this value when it is resumed: use the old "
                 "value, or begin a new run with --fresh or another run.name"
             )
+    for key in (f"{pool}.optimizer.name" for pool in config.rank_pools()):
+        had = resumed.manifest.settings.get(key)
+        if had not in (None, now[key]):  # None: the run had no critic before
+            raise ConfigError(
+                f"{key} = {now[key]}, but the checkpoint {resumed.path} has the state of {had}, and another optimizer "
+                "cannot go on from it: use the old one, or begin a run with these weights by asyncrl fork"
+            )
     before, branches = resumed.manifest.most_branches, config.most_branches
     if before != branches:
         raise ConfigError(

@@ -139,7 +139,8 @@ def with_groups_exchanged(
 
 
 def without_formula(loss: object, config: Config) -> list[str]:
-    """Returns what the witness checks of a loss and an estimator of the user's own, and what it does not check."""
+    """Returns what the witness checks of a loss, an estimator and optimizers of the user's own, and what it does not
+    check."""
     found = []
     if not isinstance(loss, ObjectiveLoss):
         found.append(
@@ -153,6 +154,12 @@ def without_formula(loss: object, config: Config) -> list[str]:
             "drawn group do not depend on the order and the ids of the groups. It does not check that they are those "
             "that you mean"
         )
+    for name, pool in config.rank_pools().items():
+        if pool.optimizer.own is not None:
+            found.append(
+                f"the witness has no formula for {name}.optimizer.name = {pool.optimizer.name}. It checks the learning "
+                "rate and the norm of the gradients. It does not check the new weights"
+            )
     return found
 
 

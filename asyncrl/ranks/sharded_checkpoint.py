@@ -109,8 +109,8 @@ class ShardedState:
         self._copy(self._weight_copies, self._weights())
         self._staged = None
         if optimizer:
-            # An optimizer without state is not saved. To save it, DCP would make an optimizer step, and AdamW's bias
-            # correction would count this step
+            # An optimizer without state is not saved: SGD without momentum never has a state. To save one that has no
+            # state yet, DCP would make an optimizer step, and AdamW's bias correction would count this step
             has_moments = bool(self.optimizer.state)
             if has_moments:
                 self._copy(self._moment_copies, self._moments())
@@ -190,7 +190,10 @@ class ShardedState:
         if moments is None:
             self.optimizer.state.clear()
         else:
-            set_optimizer_state_dict(self.model, self.optimizer, self._flat() | moments, options=_FLAT)
+            flat = self._flat()
+            for name, tensor in moments.items():
+                flat[name] = tensor if isinstance(flat[name], torch.Tensor) else tensor.item()
+            set_optimizer_state_dict(self.model, self.optimizer, flat, options=_FLAT)
         # if more ranks load than saved, the additional ranks reuse the generator states of ranks that saved
         generators = found.training.generators
         _set_generators(generators[dist.get_rank(self.group) % len(generators)])
@@ -202,9 +205,9 @@ class ShardedState:
         return {first: tensors[first] for first in _names(self.model).values()}
 
     def _moments(self) -> Tensors:
-        """Returns this rank's shards of the optimizer's state. If the optimizer has no state, this creates one of
-        zeros."""
-        return {name: tensor for name, tensor in self._flat().items() if name.startswith(_MOMENTS)}
+        """Returns this rank's shards of the optimizer's state, and its numbers as tensors. If the optimizer has no
+        state, this creates one of zeros."""
+        return {name: _tensor(value) for name, value in self._flat().items() if name.startswith(_MOMENTS)}
 
     def _flat(self) -> dict[str, Any]:
         return get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
@@ -218,6 +221,13 @@ class ShardedState:
         except CheckpointException as error:
             raise _first_failure(error, f"cannot load the checkpoint {path}") from error
         return staged
+
+
+def _tensor(value: torch.Tensor | float) -> torch.Tensor:
+    """Returns a number of an optimizer's state as a tensor that keeps all of its bits."""
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
 def save_tokenizer(model_path: str, path: Path, *, group: dist.ProcessGroup) -> None:

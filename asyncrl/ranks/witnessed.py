@@ -438,10 +438,11 @@ class UpdateWitness:
         self._norm = math.sqrt(sum(self._ranks.gather(sum(squares(model, world_size=self._ranks.world_size).values()))))
         if self._parts and self._repeats_itself():
             self._compare_parts(drawn_gradient(model, seed=self._config.run.seed))
-        self._elements = DrawnElements(model, state, seed=self._config.run.seed + self._train_calls + self._update)
-        # a tensor that had no gradient in some updates, as that of an expert without tokens, has made fewer steps
-        steps = max((int(moments["step"]) for moments in state.values() if moments), default=0)
-        self._findings.append(steps_finding(steps, expected=self._optimizer_steps))
+        if self._config.learner.optimizer.own is None:  # only AdamW's state is known
+            self._elements = DrawnElements(model, state, seed=self._config.run.seed + self._train_calls + self._update)
+            # a tensor that had no gradient in some updates, as that of an expert without tokens, has made fewer steps
+            steps = max((int(moments["step"]) for moments in state.values() if moments), default=0)
+            self._findings.append(steps_finding(steps, expected=self._optimizer_steps))
 
     def _rewarded(self, samples: Mapping[int, Sample]) -> Mapping[int, Sample]:
         """Returns the samples with the rewards of the lease, if the request has them."""
@@ -477,12 +478,13 @@ class UpdateWitness:
         return GRADIENT_FLOAT32 if self._exact else GRADIENT_BFLOAT16
 
     def compare_elements(self, *, norm: float) -> None:
-        """Compares elements of the weights with AdamW's formula, after the optimizer's step. `norm` is the norm of the
-        gradients, as the clipping has measured it. Not a collective."""
+        """Compares elements of the weights with AdamW's formula, after the optimizer's step, and the norm of the
+        gradients. `norm` is as the clipping has measured it. For an optimizer of the user's own, there is no formula.
+        Not a collective."""
         learner = self._config.learner
-        rate = rate_of_step(learner.optimizer, step=self._train_calls, total_steps=learner.total_steps)
-        assert self._elements is not None, "judge comes before the optimizer's step"
-        self._findings += self._elements.findings(learner.optimizer, rate=rate, norm=norm)
+        if self._elements is not None:
+            rate = rate_of_step(learner.optimizer, step=self._train_calls, total_steps=learner.total_steps)
+            self._findings += self._elements.findings(learner.optimizer, rate=rate, norm=norm)
         words = f"the clipping measured the gradient norm {norm:.9g}, and a second sum gives {self._norm:.9g}"
         ratio = abs(norm - self._norm) / (EQUAL_NORMS * self._norm) if self._norm else norm
         self._findings.append(Finding(check="optimizer", ratio=ratio, words=words))
@@ -665,8 +667,11 @@ def frozen_tensors(
     train_calls: int,
 ) -> list[Finding]:
     """Returns a finding for each tensor in `same`, whose bits an optimizer's step did not change. A finding has failed
-    if the moments of an element and the learning rate predict a change above the rounding of its value."""
-    findings, settings = [], learner.optimizer
+    if the moments of an element and the learning rate predict a change above the rounding of its value. Returns none
+    for an optimizer of the user's own, whose state predicts nothing."""
+    findings, settings = list[Finding](), learner.optimizer
+    if settings.own is not None:
+        return findings
     rate = rate_of_step(settings, step=train_calls, total_steps=learner.total_steps)
     newest = max((int(known["step"]) for known in state.values() if known), default=0)
     for name, parameter in model.named_parameters():

@@ -32,7 +32,7 @@ from asyncrl.algorithms.baselines import Whitening
 from asyncrl.algorithms.diagnostics import MetricSums
 from asyncrl.algorithms.returns import TokenAdvantages
 from asyncrl.algorithms.token_estimators import TokenEstimator, check_estimate, whitened_advantages
-from asyncrl.config.schema import Config, OptimizerSection
+from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data.light_tokenizer import model_folder
 from asyncrl.errors import CallRefused, LossFailed, Offloaded, WitnessFailed
@@ -41,6 +41,7 @@ from asyncrl.ranks.batching import empty_micro_batch, row_lengths, staleness_cou
 from asyncrl.ranks.collectives import Collectives, on_all_ranks
 from asyncrl.ranks.digest import KINDS, StepDigests, combined, model_digest
 from asyncrl.ranks.loss_pass import LossT, MicroBatchOutcome, UpdateContext
+from asyncrl.ranks.optimizer import make_optimizer, trained_parameters
 from asyncrl.ranks.plan import BatchingPlan, PlannedUpdate, check_columns, planned_updates, required_columns
 from asyncrl.ranks.report import RankRecord, UpdateOutcome
 from asyncrl.ranks.row_checks import check_rows
@@ -89,8 +90,12 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         self._vocabulary = len(model.get_input_embeddings().weight)
         # no dropout: otherwise equal weights would give a token other probabilities, and its ratio would not be 1
         model.train(False)
-        optimizer = adamw(model, learner.optimizer, device=self._device)
-        self.model, self.optimizer = self._accelerator.prepare(model, optimizer)
+        # accelerate shards a model only beside an optimizer. The rank's own one is made afterwards, for the shards,
+        # because some optimizers make their state when they are made, such as torch.optim.Adagrad
+        self.model, _ = self._accelerator.prepare(model, torch.optim.SGD(trained_parameters(model)))
+        key = f"{self.section}.optimizer"
+        optimizer = make_optimizer(self.model, learner.optimizer, key=key, device=self._device)
+        self.optimizer = self._accelerator.prepare_optimizer(optimizer, device_placement=False)
         """The live model and its optimizer, with this rank's shards. Functions that `RankGroup.call` runs on the rank
         may read them."""
         self._placement = Placement(self.model, self.optimizer.optimizer, device=self._device)
@@ -242,7 +247,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             outcomes=outcomes,
             staleness={} if step is None else staleness_counts(data, step=step),
             learning_rate=rate,
-            weight_decay=learner.optimizer.weight_decay,
+            weight_decay=float(self.optimizer.param_groups[0].get("weight_decay", 0.0)),
             seconds=timer.seconds,
             nonfinite_tokens=nonfinite_tokens,
             real_tokens=real_tokens,
@@ -489,7 +494,9 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         train_calls = self._state.load(weights_path=weights_path, optimizer_path=optimizer_path)
         if train_calls is not None:
             self.train_calls = train_calls
-            self._optimizer_steps = max((int(state["step"]) for state in self.optimizer.state.values()), default=0)
+            self._optimizer_steps = max(
+                (int(state.get("step", 0)) for state in self.optimizer.state.values()), default=0
+            )
         self._trained_step = None
         self._just_loaded = True
         self._digests.forget()
@@ -529,30 +536,6 @@ def gpu_memory_bytes(device: torch.device) -> int | None:
     most = torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     return most
-
-
-# The optimizer of a rank.
-
-
-def adamw(model: torch.nn.Module, section: OptimizerSection, *, device: torch.device) -> torch.optim.AdamW:
-    """Returns AdamW for the parameters of the model that are trained, with the settings of the section.
-
-    `device` is where the parameters will be when the optimizer steps. They need not be there yet: a rank loads its
-    model on the CPU and makes the optimizer before accelerate moves both. On a CPU, AdamW is torch's default, a loop
-    over the parameters. On a GPU it is one fused kernel, which takes 0.42 to 0.44 of the time of an AdamW that is not
-    fused (docs/gpu.md).
-
-    A checkpoint has no hyperparameters (`asyncrl.ranks.sharded_checkpoint`), so loading one does not change whether
-    AdamW is fused.
-    """
-    return torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
-        fused=True if device.type == "cuda" else None,
-        lr=section.learning_rate,
-        betas=section.betas,
-        eps=section.eps,
-        weight_decay=section.weight_decay,
-    )
 
 
 # Where the model and the optimizer of a rank are: on the rank's device, or offloaded to the host's memory.

@@ -75,12 +75,14 @@ def record_plainly(
     faults: Faults = Faults(),
     has_broken_token: bool = False,
     rate: float = RATE,
+    momentum: float | None = None,
     **algorithm: Any,
 ) -> Path:
     """Records the run in `directory`, with the model and the tokenizer that it describes in a folder that is removed.
+    With a `momentum`, the optimizer is torch's SGD, by import path.
     `algorithm.advantage` is `group_mean`, or reinforce_pp_baseline with a `gamma`. A penalty in `overrides` with a
     `control` is one of kind k3 to the sampler. Returns the directory."""
-    config = _config(directory.parent / "model", rate=rate, **algorithm)
+    config = _config(directory.parent / "model", rate=rate, momentum=momentum, **algorithm)
     kept = KeptSteps(directory)
     kept.keep_model(make_model(Path(config.model.path)), with_weights=False)
     (directory / "config.yaml").write_text(dump_config(config))
@@ -98,8 +100,12 @@ def record_plainly(
     return directory
 
 
-def _config(model: Path, *, rate: float, **algorithm: Any) -> Config:
-    optimizer = {"learning_rate": rate, "warmup_steps": WARMUP_STEPS, "schedule": "constant", "weight_decay": 0.1}
+def _config(model: Path, *, rate: float, momentum: float | None, **algorithm: Any) -> Config:
+    optimizer: dict[str, Any] = {"learning_rate": rate, "warmup_steps": WARMUP_STEPS, "schedule": "constant"}
+    if momentum is None:
+        optimizer["weight_decay"] = 0.1
+    else:
+        optimizer |= {"name": "torch.optim:SGD", "options": {"momentum": momentum}}
     made = make_config(groups_per_step=2, group_size=2, updates_per_step=1, ranks=1, optimizer=optimizer)
     sections = {
         "model": made.model.model_copy(update={"path": str(model)}),
@@ -115,13 +121,15 @@ def _steps(
     model: Any = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     model.train(False)
     settings = config.learner.optimizer
-    optimizer = torch.optim.AdamW(
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=settings.learning_rate,
         betas=settings.betas,
         eps=settings.eps,
         weight_decay=settings.weight_decay,
     )
+    if settings.own is not None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=settings.learning_rate, **settings.options)
     _keep(model, kept.weights_path(Version(1, 0)))
     waiting, steps, lines = _generated(model, group=0, step=0), [], []
     penalties = config.algorithm.overrides.get("penalties", [])

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,8 +24,8 @@ from asyncrl.common.version import Version
 from asyncrl.learner.records import ForkPoint
 
 
-def witnessed(directory: Path, *, steps: int = STEPS) -> Outcome:
-    check = partial(steps_witnessed, steps=steps, progress=lambda text: None)
+def witnessed(directory: Path, *, steps: int = STEPS, trust: bool = False) -> Outcome:
+    check = partial(steps_witnessed, steps=steps, progress=lambda text: None, trust=trust)
     return checked("6 witness", check, read_history(directory))
 
 
@@ -80,6 +81,29 @@ def test_a_planted_fault_is_found_by_its_check(name: str, tmp_path: Path) -> Non
     assert words in outcome.detail
     assert outcome.witnessed is not None
     assert check in [each.check for each in outcome.witnessed.comparisons if each.failed]
+
+
+def test_an_own_optimizer_is_called_again_with_trust_and_left_out_without(tmp_path: Path) -> None:
+    run = record_plainly(tmp_path / "run", rate=1.0, momentum=0.9)
+    outcome = witnessed(run, trust=True)
+    assert outcome.verdict is Verdict.PASSED, outcome.detail
+    assert outcome.witnessed is not None
+    assert outcome.witnessed.optimizer_steps == tuple(range(STEPS))
+    found = {each.check: each for each in outcome.witnessed.comparisons}
+    assert found["optimizer"].number > 30_000 * STEPS
+    assert found["optimizer"].worst < 1e-3
+    untrusted = witnessed(run)
+    assert untrusted.verdict is Verdict.PASSED, untrusted.detail
+    assert untrusted.witnessed is not None
+    assert untrusted.witnessed.optimizer_steps == ()
+    assert any("learner.optimizer.name = torch.optim:SGD is code" in each for each in untrusted.witnessed.left_out)
+    assert {each.check: each.number for each in untrusted.witnessed.comparisons}["gradient"] == STEPS
+    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("momentum: 0.9", "momentum: 0.8"))
+    outcome = witnessed(run, trust=True)
+    assert outcome.verdict is Verdict.FAILED, outcome.detail
+    assert re.match(
+        r"optimizer: step [1-3] changed .* in the kept weights, and by .* by torch\.optim:SGD;", outcome.detail
+    )
 
 
 def test_a_fork_whose_reference_was_not_kept_is_not_possible_and_another_fork_passes(

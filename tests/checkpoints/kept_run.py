@@ -31,8 +31,8 @@ from asyncrl.data_plane.sample_ids import samples_of
 from asyncrl.errors import FailureClass
 from asyncrl.learner.records import EvalRecord, RunInfo, SampleRecord, build_summary
 from asyncrl.policy.tq_policy import STEP_FIELDS
+from asyncrl.ranks.optimizer import adamw
 from asyncrl.ranks.sharded_checkpoint import ShardedState
-from asyncrl.ranks.worker import adamw
 
 KEPT = Path(__file__).parent / "kept_run"
 NONCE = "0123456789abcdef"

@@ -102,7 +102,7 @@ def said(config: Config) -> str:
 
 
 def test_built_in_parts_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    for trial in ("_try_scoring", "_try_loss", "_try_advantage"):
+    for trial in ("_try_scoring", "_try_loss", "_try_advantage", "_try_optimizers"):
         monkeypatch.setattr(preflight, trial, lambda config: pytest.fail("was tried"))
     assert look(settings()) == []
     assert prepare(settings()) is None, "prompts of a built-in environment are made while Ray starts"
@@ -124,6 +124,8 @@ def test_built_in_parts_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"environment.agent={OWN}:factory", "cannot be called with two arguments"),
         (f"environment.reward={OWN}:agent", "has the parameters (session, task), like an agent; a reward takes"),
         (f"algorithm.loss={OWN}:los", "did you mean 'loss'?"),
+        (f"learner.optimizer.name={OWN}:los", "learner.optimizer.name: 'before_start_tasks:los' names 'los'"),
+        (f"learner.optimizer.name={OWN}:loss", "was called to make an optimizer, and it raised TypeError"),
         (f"algorithm.loss={OWN}:loss", "cannot be called as a loss: "),
         (
             f"algorithm.loss={OWN}:factory",

@@ -50,3 +50,19 @@ def test_origins_tell_mappings_apart() -> None:
     origins = config_origins([{"model": {"tiny": {}}}, {"model.path": "m"}], [])
     assert origins["model", "tiny"] == "in mapping 1"
     assert origins["model", "path"] == "in mapping 2"
+
+
+def test_a_later_name_of_an_optimizer_leaves_out_what_belongs_to_the_earlier_one() -> None:
+    """The order of overrides has no meaning, so they are one layer."""
+    file = {"learner": {"optimizer": {"betas": [0.9, 0.99], "weight_decay": 0.1, "learning_rate": 0.5}}}
+    sgd = ["learner.optimizer.options={momentum: 0.9}", "learner.optimizer.name=torch.optim:SGD"]
+    for overrides in (sgd, sgd[::-1]):
+        section = load_config([file], overrides).learner.optimizer
+        assert (section.betas, section.weight_decay, section.learning_rate) == ((0.9, 0.95), 0.0, 0.5)
+        assert (section.name, section.options) == ("torch.optim:SGD", {"momentum": 0.9})
+    saved = {"learner": {"optimizer": section.model_dump(mode="json")}}
+    again = load_config([saved, {"learner.optimizer.name": "torch.optim:SGD"}]).learner.optimizer
+    assert again.options == {"momentum": 0.9}, "it is the same name"
+    back = load_config([saved, {"learner.optimizer.name": "adamw", "learner.optimizer.eps": 0.5}]).learner.optimizer
+    assert (back.own, back.options, back.eps) == (None, {}, 0.5)
+    assert load_config([file, {"learner.optimizer.name": "adamw"}]).learner.optimizer.betas == (0.9, 0.99)

@@ -48,6 +48,16 @@ _LIMITS = [
     ),
     (["buffer.capacity_groups=15"], ["buffer.capacity_groups=16"], "learner.groups_per_step = 16"),
     (
+        ["learner.optimizer.options={momentum: 0.9}"],
+        ["learner.optimizer.options={momentum: 0.9}", "learner.optimizer.name=torch.optim:SGD"],
+        "is only for an optimizer that learner.optimizer.name gives by import path; remove it",
+    ),
+    (
+        ["learner.optimizer.name=torch.optim:SGD", "learner.optimizer.weight_decay=0.1"],
+        ["learner.optimizer.name=torch.optim:SGD", "learner.optimizer.weight_decay=0.0"],
+        "is a setting of AdamW, and does nothing with learner.optimizer.name = torch.optim:SGD; remove it (its default",
+    ),
+    (
         ["staleness.on_deadline=mask", "staleness.max_versions=0"],
         ["staleness.on_deadline=wait", "staleness.max_versions=0"],
         "has no effect with staleness.max_versions = 0",

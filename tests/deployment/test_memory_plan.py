@@ -409,6 +409,24 @@ def test_the_command_prints_the_plan_and_fails_if_something_does_not_fit(tmp_pat
         assert f"{reason}; for a plan, a folder with the model's config.json alone is enough" in refused.output
 
 
+def test_the_state_of_an_own_optimizer_is_measured_and_saved(tmp_path: Path) -> None:
+    described, parameters = LARGE["7B"]
+    found = {}
+    for options in ({}, {"momentum": 0.9}):
+        optimizer = {"name": "torch.optim:SGD", "options": options}
+        learner = {"ranks": 2, "gpus": 1, "groups_per_step": 16, "optimizer": optimizer}
+        lines = planned(described, tmp_path, reference=False, learner=learner, generator={"gpus": 1}).lines
+        rank = {line.what: line.nbytes for line in lines if line.place == "rank of the learner"}
+        found[len(options)] = (
+            rank["state of torch.optim:SGD (measured with a small matrix)"],
+            rank["copy for a checkpoint"],
+            rank["weights, float32"],
+        )
+    weights = found[0][2]
+    assert weights == pytest.approx(4 * parameters / 2, rel=1e-3)
+    assert found == {0: (0, weights, weights), 1: (weights, 2 * weights, weights)}
+
+
 def test_with_an_adapter_only_its_bytes_are_sent_and_only_it_has_an_optimizer(tmp_path: Path) -> None:
     described, parameters = LARGE["7B"]
     learner = {"ranks": 2, "gpus": 1, "groups_per_step": 16}

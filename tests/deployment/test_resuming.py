@@ -193,6 +193,11 @@ def test_a_setting_that_must_stay_is_refused_with_both_values_and_changes_nothin
     old = config_in(tmp_path).learner.groups_per_step
     with pytest.raises(ConfigError, match=rf"learner\.groups_per_step = 3, but .* started with {old}.*--fresh"):
         RunDir.create(changed)
+    sgd = config_in(tmp_path, learner={"optimizer": {"name": "torch.optim:SGD"}})
+    with pytest.raises(
+        ConfigError, match=r"optimizer\.name = torch\.optim:SGD, but .* state of adamw, .* asyncrl fork"
+    ):
+        RunDir.create(sgd)
     with pytest.raises(ConfigError, match=r"generator\.top_k = 8, but .* started with None"):
         RunDir.create(config_in(tmp_path, generator={"top_k": 8}))
     with pytest.raises(ConfigError, match=r"environment\.max_branches = 3, but .* have up to 1 branches"):

@@ -25,11 +25,15 @@ from torch.distributed.fsdp import fully_shard
 from asyncrl import complete_directory
 from asyncrl.algorithms.loss import ObjectiveLoss
 from asyncrl.algorithms.presets import PRESETS
+from asyncrl.config.schema import OptimizerSection
 from asyncrl.policy.worker import PolicyWorker
+from asyncrl.ranks.optimizer import make_optimizer
 from asyncrl.ranks.shard_files import HostCopies
 from asyncrl.ranks.sharded_checkpoint import ShardedState
 
 WORLDS = (1, 2, 4)
+OWN = ("own_optimizers:Counted", "torch.optim:Adagrad")
+"""Optimizers by import path: the state of one also has numbers of Python, and the other makes its state at once."""
 UPDATE_ROWS = 4
 LEARNER = {"optimizer": {**SMOOTH_OPTIMIZER, "schedule": "linear", "final_fraction": 0.1}}
 
@@ -141,12 +145,21 @@ class group_of:
 
 
 class Sharded:
-    """Returns a sharded Toy and its optimizer."""
+    """Returns a sharded Toy and its optimizer: AdamW, or one that `own` names by import path."""
 
-    def __init__(self, *, group: dist.ProcessGroup, seed: int = 0, dtype: torch.dtype | None = None, **shape: Any):
+    def __init__(
+        self,
+        *,
+        group: dist.ProcessGroup,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+        own: str = "adamw",
+        **shape: Any,
+    ) -> None:
         torch.manual_seed(seed)
         self.model = fully_shard(Toy(**shape).to(dtype or torch.float32))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        section = OptimizerSection(name=own, learning_rate=0.1, betas=(0.9, 0.999), weight_decay=0.01)
+        self.optimizer = make_optimizer(self.model, section, key="learner.optimizer", device=torch.device("cpu"))
         self.checkpoint = ShardedState(self.model, self.optimizer, group=group, saving=dist.new_group(backend="gloo"))
 
     def step(self, times: int = 1) -> "Sharded":
@@ -167,7 +180,7 @@ class Sharded:
         """Returns all tensors of a checkpoint, unsharded."""
 
         def full(tensor: Any) -> Any:
-            return getattr(tensor, "full_tensor", lambda: tensor)().detach().float().numpy().copy()
+            return torch.as_tensor(getattr(tensor, "full_tensor", lambda: tensor)()).detach().double().numpy().copy()
 
         found = {name: full(tensor) for name, tensor in self.model.state_dict().items()}
         for parameter, name in [(self.model.embed.weight, "embed"), (self.model.norm, "norm")]:
@@ -186,6 +199,10 @@ def _save_toy(path: Path, *, group: dist.ProcessGroup) -> dict[str, Any]:
         toy.save(path / str(steps))
         drawn = torch.rand(3).numpy()
         found[str(steps)] = {"saved": toy.state(), "drawn": drawn, "after": toy.step(2).state()}
+    for own in OWN:
+        toy = Sharded(group=group, seed=3, own=own).step(2)
+        toy.save(path / own)
+        found[own] = {"saved": toy.state(), "after": toy.step(2).state()}
     return found
 
 
@@ -202,6 +219,12 @@ def _load_toy(path: Path, *, group: dist.ProcessGroup) -> dict[str, Any]:
                 "tied": toy.model.head.weight is toy.model.embed.weight,
                 "after": toy.step(2).state(),
             }
+    for own in OWN:
+        toy = Sharded(group=group, seed=9, own=own)
+        toy.load(path / own)
+        found[own] = {"loaded": toy.state(), "after": toy.step(2).state()}
+    toy = Sharded(group=group, seed=9, own=OWN[0])
+    found["refused"] = _raised(lambda: toy.load(path / "2"))
     return found
 
 

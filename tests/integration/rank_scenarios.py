@@ -80,6 +80,15 @@ def cross_entropy(next_token_logits: torch.Tensor, data: Any, global_valid_seqs:
     return -masked_mean(logprobs_BT, mask_BT, global_valid_toks), {}
 
 
+OWN_OPTIMIZER = {
+    "name": "torch.optim:SGD",
+    "options": {"momentum": 0.9, "nesterov": True},
+    "learning_rate": 0.5,
+    "warmup_steps": 2,
+    "schedule": "constant",
+    "max_grad_norm": 0.1,
+}
+"""Settings with which all steps are clipped, and the second one has twice the learning rate of the first one."""
 TRAINING: dict[str, tuple[dict[str, Any], Any]] = {
     "micro_batch_1": ({"micro_batch_size": 1}, make_batch),
     "micro_batch_3": ({"micro_batch_size": 3}, make_batch),
@@ -100,6 +109,7 @@ TRAINING: dict[str, tuple[dict[str, Any], Any]] = {
     "counted": ({"micro_batch_size": 5}, make_batch),
     "controlled": ({"micro_batch_size": 5}, make_batch),
     "centered": ({"batching": "packed", "micro_batch_tokens": 32}, lambda: with_tops(make_batch())),
+    "own_optimizer": ({"micro_batch_size": 4, "optimizer": OWN_OPTIMIZER}, make_batch),
 }
 LOSSES: dict[str, Any] = {
     "own_loss": f"{__name__}:LogitLoss",
@@ -241,7 +251,7 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
         store = FileStore(str(folder / f"store-{world_size}-{name}"), world_size)
         return PolicyWorker(
             model_path=str(folder / "model"),
-            config=make_config(loss=LOSSES.get(name, "decoupled_icepop"), optimizer=SMOOTH_OPTIMIZER, **learner),
+            config=make_config(loss=LOSSES.get(name, "decoupled_icepop"), **{"optimizer": SMOOTH_OPTIMIZER, **learner}),
             rank=rank,
             world_size=world_size,
             store=store,
@@ -259,12 +269,27 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
         if name == "controlled":
             following = next_loss(build_loss(policy.config), report.kl_nats, step=STEP, config=policy.config)
             again = train_step(policy, batch(), loss_fn=following, **learner)
+        if name == "own_optimizer":
+            results["resumed"] = _resumed(policy, folder / f"own-{world_size}", learner)
         after = {key: tensor.numpy() for key, tensor in policy.gather_weights()}
         results[name] = {"report": report, "again": again, "weights": after, "trained_step": policy.trained_step()}
         policy.close()
     results["offloaded"] = _offload_scenario(worker)
     results["weights"] = _weights_scenario(worker("weights"), folder / f"saved-{world_size}", rank=rank)
     (folder / f"results-{world_size}-{rank}.pkl").write_bytes(pickle.dumps(results))
+
+
+def _resumed(policy: PolicyWorker, path: Path, learner: dict[str, Any]) -> list[dict[str, np.ndarray]]:
+    """Saves, trains a second step, loads, and trains it again. Returns the weights after both."""
+    found = []
+    policy.stage_checkpoint()
+    policy.write_checkpoint(path / "weights", path / "optimizer")
+    for _ in range(2):
+        train_step(policy, make_batch(), **learner)
+        found.append({key: tensor.numpy().copy() for key, tensor in policy.gather_weights()})
+        policy.load_checkpoint(path / "weights", path / "optimizer")
+    train_step(policy, make_batch(), **learner)
+    return found
 
 
 def _offload_scenario(worker: Any) -> dict[str, Any]:

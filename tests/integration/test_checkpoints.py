@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_scenarios import LEARNER, WORLDS, group_of, run_loader, run_saver
+from checkpoint_scenarios import LEARNER, OWN, WORLDS, group_of, run_loader, run_saver
 from rounding import GRADIENT, LOSS, UNIT, assert_reordered, assert_within, weight_spread
 from tiny_groups import make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -120,6 +120,28 @@ def test_uneven_tied_and_stepless_state_is_the_same_on_any_number_of_ranks(
         assert found["train_calls"] == 7
         np.testing.assert_array_equal(found["drawn"], saved[rank % saved_by]["drawn"])
     assert ("norm exp_avg" in saved[0]["saved"]) == (steps > 0)
+
+
+@pytest.mark.parametrize("loaded_by", WORLDS)
+@pytest.mark.parametrize("saved_by", WORLDS)
+def test_the_state_of_an_own_optimizer_is_that_of_the_checkpoint(folder: Path, saved_by: int, loaded_by: int) -> None:
+    for own in OWN:
+        saved = results(folder, "saved", saved_by)[0]["toy"][own]
+        for ranks in results(folder, "loaded", loaded_by):
+            found = ranks["toy"][saved_by][own]
+            assert_same(found["loaded"], saved["saved"])
+            for name, state in saved["after"].items():
+                if saved_by == loaded_by:
+                    np.testing.assert_array_equal(found["after"][name], state, err_msg=name)
+                else:
+                    assert_reordered(found["after"][name], state, spread=2 * 16 * 2 * UNIT, name=name)
+    assert {name for name in saved["saved"] if name.startswith("norm ")} == {"norm step", "norm sum"}
+
+
+def test_the_state_of_another_optimizer_is_refused(folder: Path) -> None:
+    for ranks in results(folder, "loaded", 2):
+        for saved_by in WORLDS:
+            assert "embed.weight.exp_avg is in the checkpoint, but not here" in ranks["toy"][saved_by]["refused"][1]
 
 
 @pytest.mark.parametrize("saved_by", WORLDS)

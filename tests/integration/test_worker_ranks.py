@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_scenarios import CUTS, OF_THE_STEP_CAP, PROBE, SOME_CUTS, UPDATE_ROWS, matrix_batch, run_rank
+from rank_scenarios import (
+    CUTS,
+    OF_THE_STEP_CAP,
+    OWN_OPTIMIZER,
+    PROBE,
+    SOME_CUTS,
+    UPDATE_ROWS,
+    matrix_batch,
+    run_rank,
+)
 from rounding import GRADIENT, LOGPROB_NATS, LOSS, assert_reordered, assert_within, weight_spread
 from tiny_groups import STEP, TEMPERATURE, make_batch, make_model, with_tops
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -58,11 +67,9 @@ def results(folder: Path) -> Results:
     return Results(folder)
 
 
-@pytest.fixture(scope="module")
-def plain(folder: Path) -> tuple[float, float, int]:
-    """(loss, gradient norm, tokens) of the default objective, by a simple loop over unpadded samples without FSDP and
+def _plain_loss(model: Any) -> tuple[torch.Tensor, int]:
+    """Returns the default objective of the batch and the number of its tokens, by a simple loop over unpadded samples
     without batches."""
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     losses, tokens = [], 0
     for row in make_batch().make_microbatch_iterator(1):
         length, sampled = int(row["input_lengths"]), row["token_mask"][0] > 0
@@ -79,7 +86,14 @@ def plain(folder: Path) -> tuple[float, float, int]:
             surrogate = -advantage * (logprob - logprob.detach()).exp()
             losses.append((rho if 0.5 <= rho <= 5 else 0.0) * surrogate)
             tokens += 1
-    loss = torch.stack(losses).sum() / tokens
+    return torch.stack(losses).sum() / tokens, tokens
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> tuple[float, float, int]:
+    """(loss, gradient norm, tokens) of the default objective, by a simple loop without FSDP."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    loss, tokens = _plain_loss(model)
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
     return float(loss.detach()), float(norm), tokens
@@ -145,6 +159,31 @@ def test_any_split_into_ranks_and_micro_batches_gives_the_plain_loops_loss_and_g
         efficiency = report.diagnostics["packing_efficiency_ratio"]
         assert (efficiency > 1) == (scenario == "packed"), "only packed rows share their group's prompt"
         assert (efficiency < 1) == (scenario not in ("packed", "micro_batch_1")), "only these two have no padding"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_own_optimizer_makes_the_steps_of_a_plain_loop_and_goes_on_from_a_checkpoint_bit_by_bit(
+    results: Any, folder: Path, world_size: int
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    settings = OWN_OPTIMIZER
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, **settings["options"])
+    for share in (0.5, 1.0):
+        loss, _ = _plain_loss(model)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings["max_grad_norm"])
+        assert norm > settings["max_grad_norm"]
+        optimizer.param_groups[0]["lr"] = share * settings["learning_rate"]
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    found, again = results[world_size, 0]["resumed"]
+    assert found.keys() == again.keys()
+    for name, weight in wanted.items():
+        assert_within(found[name], weight, bound=1e-5, name=name)
+        np.testing.assert_array_equal(again[name], found[name], err_msg=name)
+    start = dict(AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).named_parameters())
+    assert max(float((wanted[name] - start[name]).abs().max()) for name in wanted) > 1e-2, "the steps are large"
 
 
 @pytest.mark.parametrize("scenario", ["micro_batch_1", "two_updates", "one_group", "interpolated", "counted"])

@@ -268,8 +268,10 @@ async def test_a_run_with_functions_of_its_own_knows_how_they_are_witnessed(capl
     assert request.advantages_by == GROUPS_EXCHANGED
     assert f"no formula for algorithm.advantage = {advantage}" in caplog.text
     assert [step.witness for step in scene.log.steps] == [{"coefficients": "own function, each sample alone"}]
-    [words] = without_formula(of_groups, Config())
+    sgd = Config.model_validate({"learner": {"optimizer": {"name": "torch.optim:SGD"}}})
+    [words, of_optimizer] = without_formula(of_groups, sgd)
     assert "no formula for algorithm.loss" in words
+    assert "no formula for learner.optimizer.name = torch.optim:SGD" in of_optimizer
 
 
 def test_an_estimator_that_cannot_be_called_again_has_no_outcomes() -> None:

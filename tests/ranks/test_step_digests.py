@@ -20,8 +20,8 @@ from asyncrl.config.schema import OptimizerSection
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks import digest
 from asyncrl.ranks.digest import MULTILINEAR, XXH3, StepDigests, model_digest
+from asyncrl.ranks.optimizer import adamw
 from asyncrl.ranks.report import RankRecord
-from asyncrl.ranks.worker import adamw
 from asyncrl.weights.manifest import layout
 from asyncrl.witness.judge import Request
 from asyncrl.witness.objective import Counts

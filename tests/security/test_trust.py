@@ -25,6 +25,7 @@ CODE: dict[str, dict[str, Any]] = {
     "algorithm.loss": {"algorithm": {"loss": f"{MODULE}:f"}},
     "algorithm.advantage": {"algorithm": {"advantage": f"{MODULE}:f"}},
     "algorithm.advantage.name": {"algorithm": {"advantage": {"name": f"{MODULE}:f"}}},
+    "learner.optimizer.name": {"learner": {"optimizer": {"name": f"{MODULE}:f"}}},
     "data.dataset": {"data": {"dataset": f"{MODULE}:f"}},
     "environment.name": {"environment": {"name": f"{MODULE}:f"}},
     "environment.agent": {"environment": {"agent": f"{MODULE}:f"}},
