@@ -99,6 +99,8 @@ NO_STORAGE = frozenset(
     ]
 )  # fmt: skip
 """Schemes of fsspec that only read, or that need another URL inside of theirs."""
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
+"""The extra of asyncrl that has the package for a scheme."""
 
 
 def url_problem(url: str) -> str | None:
@@ -112,7 +114,12 @@ def url_problem(url: str) -> str | None:
     try:
         get_filesystem_class(scheme)
     except ImportError as error:  # its text names the package
-        return f"{url}: the package for {scheme}:// URLs is missing: {str(error).removeprefix('Please ').rstrip('.')}"
+        missing = f"{url}: the package for {scheme}:// URLs is missing"
+        if (extra := EXTRAS.get(scheme)) is None:
+            return f"{missing}: {str(error).removeprefix('Please ').rstrip('.')}"
+        return (
+            f"{missing}: install asyncrl with the extra {extra} (in a clone: python3 deploy/install.py --also {extra})"
+        )
     return None
 
 
