@@ -6,6 +6,7 @@ BIN := .venv/bin
 EXTRA := $(if $(shell command -v nvidia-smi),gpu,cpu)
 TO_TRAIN := .venv/.installed-$(EXTRA)
 STAMP := .venv/.installed-$(EXTRA)-dev
+CAMPAIGN := .venv/.installed-$(EXTRA)-campaign
 # Neither the unit tests nor the checks need vLLM: a new environment gets none until another target needs it.
 LIGHT := $(if $(wildcard $(TO_TRAIN) $(STAMP)),$(STAMP),.venv/.installed-light)
 # Fails for a broken link, but not with --quiet. NO_MKDOCS_2_WARNING silences an advertisement for another program.
@@ -62,7 +63,7 @@ processors: $(STAMP) ## runs the tests of numbers with settings that change the 
 	$(BIN)/python tests/run_processors.py $(ARGS)
 
 # The killed runs are added to benchmarks/crash_campaign.jsonl. The planted faults are in tests/campaign/faults.jsonl.
-campaign: mutations processors ## runs weekly and before a release: these two, long runs, random data, planted faults, killed runs: 5 hours
+campaign: mutations processors $(CAMPAIGN) ## runs weekly and before a release: these two, long runs, random data, planted faults, killed runs: 5 hours
 	$(PYTEST) -m campaign
 	$(BIN)/python tests/campaign/run_faults.py
 	$(BIN)/python tests/campaign/run_healthy.py
@@ -120,3 +121,8 @@ $(STAMP): pyproject.toml constraints-$(EXTRA).txt deploy/install.py
 	@rm -f .venv/.installed-*
 	$(PYTHON) deploy/install.py --extra $(EXTRA) --also dev
 	@touch $@ $(TO_TRAIN)
+
+# With the S3 server, whose packages take 100 MB.
+$(CAMPAIGN): $(STAMP)
+	$(PYTHON) deploy/install.py --extra $(EXTRA) --also dev,campaign
+	@touch $@

@@ -29,6 +29,8 @@ HEADER = """\
 # The versions of all packages that an installation with the extra `{extra}` takes. `make constraints` writes this file.
 # Tried with pyproject.toml: {digest}
 """
+EXTRAS = ("dev", "campaign", "gs", "az")
+"""All extras of pyproject.toml are in these, except for those of an installation and transfer-queue."""
 PYTHONS = ("3.11", "3.12", "3.13")
 PROCESSORS = {"cpu": ("x86_64", "aarch64"), "gpu": ("x86_64",)}
 PINNED_BY_OTHERS = {"intel-cmplr-lib-ur"}
@@ -40,7 +42,7 @@ def constraints(extra: str, *, kept: Path, upgrade: bool = False) -> str:
 
     Raises subprocess.CalledProcessError if uv finds no versions that fit together, or reaches no package registry.
     """
-    extras = [argument for name in (extra, "dev", "transfer-queue") for argument in ("--extra", name)]
+    extras = [argument for name in (extra, *EXTRAS, "transfer-queue") for argument in ("--extra", name)]
     command = ["uv", "pip", "compile", "pyproject.toml", *SETTINGS, *extras, "--output-file", str(kept)]
     subprocess.run([sys.executable, "-m", *command, *["--upgrade"] * upgrade], cwd=ROOT, check=True)
     lines = (shortened(line) for line in kept.read_text().splitlines() if not line.startswith("#"))
@@ -74,7 +76,8 @@ def try_installations(extra: str, versions: str) -> None:
         for python in PYTHONS:
             for processor in PROCESSORS[extra]:
                 found = Path(folder) / f"{python}-{processor}.txt"
-                command = ["uv", "pip", "compile", "pyproject.toml", "--extra", extra, "--extra", "dev", "--quiet"]
+                extras = [argument for name in (extra, *EXTRAS) for argument in ("--extra", name)]
+                command = ["uv", "pip", "compile", "pyproject.toml", *extras, "--quiet"]
                 command += ["--constraint", str(file), "--python-version", python, "--no-header", "--no-annotate"]
                 command += ["--python-platform", f"{processor}-manylinux_2_28", "--output-file", str(found)]
                 subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)

@@ -53,3 +53,8 @@ def test_unit_tests_and_checks_need_no_vllm_and_keep_it_where_it_is(tmp_path: Pa
 def test_each_test_is_run_by_make_test_or_by_make_campaign() -> None:
     assert '-m "not campaign"' in make("--dry-run", "--always-make", "test")
     assert "pytest --dist=loadfile -m campaign" in make("--dry-run", "--always-make", "campaign")
+
+
+def test_only_the_campaign_installs_its_s3_server() -> None:
+    assert "--also dev,campaign" in make("--dry-run", "--always-make", "campaign")
+    assert "--also dev,campaign" not in make("--dry-run", "--always-make", "test")

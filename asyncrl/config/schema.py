@@ -50,6 +50,10 @@ def in_home(path: str) -> str:
     return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
+COPY_FIRST = "mount the storage, or copy from it to each machine (aws s3 sync, gcloud storage rsync, hf download),"
+"""Advice for a key that only takes a path. docs/decisions/0003-urls.md says why."""
+
+
 def no_url(advice: str) -> BeforeValidator:
     """Refuses a URL such as `s3://bucket/runs`, which would be a folder `s3:` in the working directory. `advice` says
     what to write instead."""
@@ -217,7 +221,7 @@ class ModelSection(Section):
 
     path: Annotated[
         str,
-        no_url("download the model and name its folder, or name a model of the Hugging Face Hub as owner/name"),
+        no_url(f"{COPY_FIRST} and name the model's folder, or name a model of the Hugging Face Hub as owner/name"),
         AfterValidator(in_home),
     ] = "models/tiny-speller"
     """A local directory with a Hugging Face model, or the id of a model on the Hugging Face Hub (`owner/name`). The
@@ -259,8 +263,8 @@ class DatasetSection(Section):
         Annotated[
             Path,
             no_url(
-                "download the data and name its file or folder, or, with data.dataset = hf, name a dataset of the Hub "
-                "as owner/name"
+                f"{COPY_FIRST} and name the file or folder of the data, or, with data.dataset = hf, name a dataset of "
+                "the Hub as owner/name"
             ),
             AfterValidator(Path.expanduser),
         ]

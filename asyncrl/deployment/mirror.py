@@ -99,6 +99,8 @@ NO_STORAGE = frozenset(
     ]
 )  # fmt: skip
 """Schemes of fsspec that only read, or that need another URL inside of theirs."""
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
+"""The extra of asyncrl that has the package for a scheme."""
 
 
 def url_problem(url: str) -> str | None:
@@ -112,7 +114,12 @@ def url_problem(url: str) -> str | None:
     try:
         get_filesystem_class(scheme)
     except ImportError as error:  # its text names the package
-        return f"{url}: the package for {scheme}:// URLs is missing: {str(error).removeprefix('Please ').rstrip('.')}"
+        missing = f"{url}: the package for {scheme}:// URLs is missing"
+        if (extra := EXTRAS.get(scheme)) is None:
+            return f"{missing}: {str(error).removeprefix('Please ').rstrip('.')}"
+        return (
+            f"{missing}: install asyncrl with the extra {extra} (in a clone: python3 deploy/install.py --also {extra})"
+        )
     return None
 
 
@@ -199,9 +206,14 @@ class Store:
             return None
 
     def remove(self, name: str) -> None:
-        """Removes a file, or a folder with its files. Does nothing if there is none."""
+        """Removes a file, or a folder with its files. Does nothing if there is none. Raises PermissionError if the
+        storage keeps it."""
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._at(name), recursive=True)
+        # S3 answers 200 with an error for each object that it does not delete, and s3fs 2026.9 raises none of them.
+        self._fs.invalidate_cache()
+        if self._fs.exists(self._at(name)):
+            raise PermissionError(f"{name} is still there after its deletion, which the storage may not allow")
 
     def _at(self, name: str) -> str:
         return f"{self._base}/{name}"
@@ -386,8 +398,7 @@ class Mirror:
         if known or complete_names(self._store.sizes(CHECKPOINTS)):
             self._check_run(owner, known=known)
         else:  # of a run that died before its first checkpoint was sent
-            for name in (*RECORDS, SAMPLES, AUDIT, CHECKPOINTS, SENT, LATEST):
-                self._store.remove(name)
+            self._empty()
         # Before owner.json, so that a process that is killed between them leaves a directory that knows the mirror.
         if self._owner.process not in writers:
             write_atomically(self._path / WRITERS, msgspec.json.encode([*writers, self._owner.process]))
@@ -400,6 +411,18 @@ class Mirror:
         self._sent = {name: record for name, record in sent.items() if there.get(name) == record.nbytes}
         self.found = True
         self._begun.set()
+
+    def _empty(self) -> None:
+        """Removes the records of another run. Raises ConfigError if the storage does not allow this: a machine that
+        fetches the mirror would get them too."""
+        try:
+            for name in (*RECORDS, SAMPLES, AUDIT, CHECKPOINTS, SENT, LATEST):
+                self._store.remove(name)
+        except PermissionError as error:
+            raise ConfigError(
+                f"run.mirror = {self._store.url}: it has records of a run without a checkpoint, and they cannot be "
+                f"deleted ({redacted(str(error))}). Name another URL, or empty this one"
+            ) from error
 
     def _check_run(self, owner: Owner | None, *, known: bool) -> None:
         """Raises ConfigError if the mirror is of another run, or the run was continued elsewhere. `known` says whether

@@ -192,10 +192,16 @@ def test_values_are_read_by_yaml_1_2_in_files_and_overrides_and_written_back(key
     ("key", "advice"),
     [
         ("run.dir", "name a folder, and set run.mirror to the URL"),
-        ("model.path", "download the model and name its folder"),
-        ("data.path", "download the data and name its file or folder"),
-        ("data.mixture.0.data.path", "download the data and name its file or folder"),
-        ("eval.sets.hard.data.path", "download the data and name its file or folder"),
+        ("model.path", "(aws s3 sync, gcloud storage rsync, hf download), and name the model's folder"),
+        ("data.path", "(aws s3 sync, gcloud storage rsync, hf download), and name the file or folder of the data"),
+        (
+            "data.mixture.0.data.path",
+            "(aws s3 sync, gcloud storage rsync, hf download), and name the file or folder of the data",
+        ),
+        (
+            "eval.sets.hard.data.path",
+            "(aws s3 sync, gcloud storage rsync, hf download), and name the file or folder of the data",
+        ),
         ("weights.folder", "name a folder that the learner and all generators share"),
     ],
 )

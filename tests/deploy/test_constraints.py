@@ -6,6 +6,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "deploy"))
 import constraints
@@ -22,6 +24,14 @@ def test_torch_has_one_version(repository: Path) -> None:
     assert required in project["tool"]["uv"]["override-dependencies"]
     for extra in constraints.FILES:
         assert f"torch=={install.pinned(extra)['torch']}" == required
+
+
+@pytest.mark.parametrize("extra", constraints.FILES)
+def test_each_package_of_an_extra_has_a_version(extra: str, repository: Path) -> None:
+    extras = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    required = [each for name in extras.keys() - {*constraints.FILES} for each in extras[name]]
+    names = {canonicalize_name(Requirement(each).name) for each in required} - {"asyncrl"}
+    assert {"s3fs", "gcsfs", "adlfs", "moto"} <= names <= install.pinned(extra).keys()
 
 
 @pytest.mark.parametrize("extra", constraints.FILES)

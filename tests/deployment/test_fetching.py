@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import fsspec
 import msgspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import known_implementations
 from mirrored_scene import URL, config_in, content, mirror_of, new_run, save, train
 
 from asyncrl.checkpoints.directory import complete_steps, folder_of, verified, write
@@ -265,6 +267,22 @@ def test_a_url_that_cannot_work_is_refused_in_a_sentence(url: str, problem: str 
     if problem is not None:
         with pytest.raises(ConfigError, match=re.escape(problem)):
             fetch(url, [], step=None)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "extra"), [("s3", "s3"), ("s3a", "s3"), ("gs", "gs"), ("gcs", "gs"), ("az", "az"), ("abfs", "az")]
+)
+def test_a_missing_package_is_named_by_its_extra(scheme: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(scheme: str) -> type:
+        raise ImportError("Install a package")
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
+    assert url_problem(f"{scheme}://bucket/x") == (
+        f"{scheme}://bucket/x: the package for {scheme}:// URLs is missing: install asyncrl with the extra {extra} (in "
+        f"a clone: python3 deploy/install.py --also {extra})"
+    )
+    packages = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
+    assert known_implementations[scheme]["class"].startswith(f"{packages[extra]}.")
 
 
 @pytest.mark.parametrize("text", ["quickstart", "bucket/quickstart", "s3:/bucket/x", "s3::memory://x", "s3://a b"])

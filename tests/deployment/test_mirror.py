@@ -21,6 +21,7 @@ from asyncrl.cli.start import reported_run
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import CheckpointSection, Config
 from asyncrl.deployment import mirror as module
+from asyncrl.deployment.mirror import Store
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import ConfigError, RunLocked
 from asyncrl.learner.records import EvalRecord
@@ -309,6 +310,38 @@ def test_a_mirror_without_a_checkpoint_is_taken_and_its_old_records_are_removed(
         with pytest.raises(ConfigError, match="another process has taken the mirror"):
             old.pass_once()
         assert content() == found
+
+
+def test_records_of_another_run_that_cannot_be_deleted_refuse_the_start(storage: Storage, tmp_path: Path) -> None:
+    def refused(operation: str, name: str) -> None:
+        if operation == "remove":
+            raise PermissionError("AccessDenied: s3:DeleteObject")
+
+    with new_run(tmp_path / "first", steps=3) as run:
+        mirror_of(run).pass_once()
+        before = content()
+    storage.before = refused
+    with new_run(tmp_path / "second") as run:
+        mirror = mirror_of(run)
+        with pytest.raises(ConfigError, match=r"cannot be deleted \(AccessDenied: s3:DeleteObject\). Name another URL"):
+            mirror.start()
+    assert content() == before
+
+
+def test_a_storage_that_keeps_what_is_deleted_is_one_that_does_not_allow_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """s3fs raises no error for objects that S3 does not delete."""
+    store = Store(URL)
+    store.write("samples/step-1.jsonl", b"kept")
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryFileSystem, "rm", lambda self, path, recursive: None)
+        for name in ("samples", "samples/step-1.jsonl"):
+            with pytest.raises(PermissionError, match=f"{name} is still there"):
+                store.remove(name)
+    store.remove("samples")
+    store.remove("samples")
+    assert content() == {}
 
 
 def test_a_process_that_was_killed_while_it_took_the_mirror_can_be_followed(storage: Storage, tmp_path: Path) -> None:
