@@ -1,4 +1,4 @@
-"""All errors that asyncrl raises on purpose, in one tree.
+"""All errors that asyncrl raises on purpose, in one tree, and the exit codes of commands that a signal has ended.
 
 A code such as (F33) is the number of a fault in docs/faults.md.
 

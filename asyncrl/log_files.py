@@ -91,20 +91,21 @@ class LogFile(logging.Handler):
     def __init__(self, path: Path, *, form: LogForm) -> None:
         super().__init__()
         self._path = path
-        self._lines: queue.Queue[str | None] = queue.Queue(WAITING_LINES)
+        # the garbage collector may log while a line is put: the lock of `queue.Queue` would wait for its own thread
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._written, self._failing = False, False
         self.setFormatter(log_formatter(form))
         self._thread = threading.Thread(target=self._write_all, name="log file", daemon=True)
         self._thread.start()
         logging.getLogger().addHandler(self)
-        if os.path.isfile(output := os.readlink("/proc/self/fd/2")):
+        if output := _file_of_stderr():
             logger.info("the output of libraries and of processes below this one is in %s only", output)
 
     @property
     def path(self) -> str:
         """The file with the log of this process on its machine: `path` if its folder exists. Otherwise the file of
-        stderr, which is in the folder of Ray's session for an actor."""
-        return str(self._path) if self._written else os.readlink("/proc/self/fd/2")
+        stderr, which is in the folder of Ray's session for an actor; empty if stderr is no file."""
+        return str(self._path) if self._written else _file_of_stderr()
 
     def __enter__(self) -> "LogFile":
         return self
@@ -116,13 +117,17 @@ class LogFile(logging.Handler):
         self.close()
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(queue.Full):
-            self._lines.put_nowait(self.format(record))
+        try:
+            line = self.format(record)
+        except Exception:  # arguments that do not fit the text: the caller must not get this error
+            self.handleError(record)
+            return
+        if self._lines.qsize() < WAITING_LINES:
+            self._lines.put(line)
 
     def close(self) -> None:
         logging.getLogger().removeHandler(self)
-        with contextlib.suppress(queue.Full):
-            self._lines.put_nowait(None)
+        self._lines.put(None)
         self._thread.join(LAST_LINES_S)
         super().close()
 
@@ -138,3 +143,12 @@ class LogFile(logging.Handler):
                     logger.warning("cannot write %s (%s): its lines are only on stderr", self._path, error)
             else:
                 self._written, self._failing = True, False
+
+
+def _file_of_stderr() -> str:
+    """Returns the path of the file to which stderr of this process goes; empty if it is no file, or closed."""
+    try:
+        path = os.readlink("/proc/self/fd/2")
+    except OSError:
+        return ""
+    return path if os.path.isfile(path) else ""

@@ -77,8 +77,9 @@ def describe_process(**facts: object) -> None:
 
 
 def fact(name: str) -> object:
-    """Returns a fact of `describe_process`; None if this process has none of this name."""
-    return _facts.get(name)
+    """Returns the value that a fact of `describe_process` has now; None if this process has none of this name."""
+    found = _facts.get(name)
+    return found() if callable(found) else found
 
 
 class LogFormatter(logging.Formatter):
@@ -115,9 +116,7 @@ class JsonLogFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = redacted(self.formatException(record.exc_info))
-        for name, fact in _facts.items():
-            if (value := fact() if callable(fact) else fact) is not None:
-                line[name] = value
+        line |= {name: value for name in _facts if (value := fact(name)) is not None}
         return json.dumps(line)  # writes all but printable ASCII as escapes, so nothing is left for `escaped`
 
 

@@ -25,7 +25,7 @@ from asyncrl.config.schema import Config, EnvironmentSection
 from asyncrl.deployment import launch
 from asyncrl.deployment.launch import log_to
 from asyncrl.environments.secrets import hide_secrets
-from asyncrl.shown_text import describe_process, escaped, log_to_stderr
+from asyncrl.shown_text import describe_process, escaped, fact, log_to_stderr
 from asyncrl.user_code import describe_error
 
 logger = logging.getLogger(__name__)
@@ -215,6 +215,7 @@ def test_each_line_of_a_json_log_is_an_object_with_utc_time_and_the_facts_of_the
 ) -> None:
     trained = [6]
     describe_process(run="quick", role="learner", incarnation=2, rank=0, replica=None, step=lambda: trained[0])
+    assert [fact(name) for name in ("incarnation", "step", "unknown")] == [2, trained[0], None]
     record = logging.LogRecord("asyncrl.tried", logging.INFO, __file__, 1, "lost %s:\n%s", ("a", HOSTILE), None)
     record.created = 1_796_025_600.25
     line = json.loads(shown_text.JsonLogFormatter().format(record))

@@ -181,13 +181,13 @@ def main() -> None:
     sys.excepthook = _show_traceback
     if logging.lastResort is not None:  # it prints the warnings of commands that have no log
         logging.lastResort.setFormatter(LogFormatter())
+    if sys.argv[1:2] and sys.argv[1] in (*SUPERVISED, *REPORTED, "sweep"):
+        sigterm_ends()  # before the fork, so that a child never lacks it
     if sys.argv[1:2] and sys.argv[1] in SUPERVISED:
         supervise()
     reported = sys.argv[1:2] and sys.argv[1] in REPORTED
     if reported:
         report_death()
-    if sys.argv[1:2] and sys.argv[1] in (*SUPERVISED, *REPORTED, "sweep"):
-        sigterm_ends()
     try:
         if KEPT is None:
             app()

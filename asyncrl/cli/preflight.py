@@ -44,6 +44,7 @@ from asyncrl.deployment.temporary_folders import temporary_folder_problems
 from asyncrl.environments.reasoning_gym_tasks import task_names
 from asyncrl.environments.secrets import hide_secrets
 from asyncrl.errors import ConfigError, DatasetError, InfraError, RunError
+from asyncrl.learner.records import known_info
 from asyncrl.policy.families import family_problems, is_tied
 from asyncrl.policy.model_directory import (
     counts_problem,
@@ -152,7 +153,8 @@ def prepared(
 def check_restart(config: Config, number: int) -> None:
     """Raises RunError if this process must not restart the run: `number`, the restarts of this command within an hour
     with this one, is larger than `run.max_restarts`, or the run has no checkpoint. `number` is 0 in the first process
-    of a command, which may always start."""
+    of a command, which may always start. So may one after a process that was asked to start again (`RunDir.end`): it
+    has stopped in order, and without a checkpoint it had trained no step."""
     if not number:
         return
     if number > config.run.max_restarts:
@@ -160,7 +162,8 @@ def check_restart(config: Config, number: int) -> None:
             f"the run is not restarted: run.max_restarts = {config.run.max_restarts} within an hour. Mend the cause of "
             "the failure; then the same command resumes the run from its newest checkpoint"
         )
-    if not has_checkpoint(config):
+    info = known_info(config.run.dir / config.run.name)
+    if not has_checkpoint(config) and (info is None or info.state != "stopped"):
         raise RunError("the run is not restarted, because it ended before its first checkpoint")
 
 

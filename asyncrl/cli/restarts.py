@@ -89,9 +89,9 @@ def starts_no_other() -> None:
 
 
 def sigterm_ends() -> None:
-    """Makes SIGTERM raise Terminated in this process, as long as no other handler replaces this one: before
-    `run_until_done`, nothing was trained, and what was begun ends as after an error. The same signal within
-    `SAME_SIGNAL_S` seconds counts once. A later one ends the process at once, with `INTERRUPTED`."""
+    """Makes SIGTERM raise Terminated in this process and its children, until `run_until_done` handles signals. The
+    command has trained nothing then, and ends as after an error. The same signal within `SAME_SIGNAL_S` seconds counts
+    once. A later one ends the process at once, with `INTERRUPTED`."""
     asked_s: float | None = None
 
     def ends(_: int, __: FrameType | None) -> None:

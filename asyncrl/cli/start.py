@@ -151,7 +151,9 @@ def run_in_terminal(
                 at_once=[show_cursor, partial(ended_at_once, run_dir)],
             )
         finally:
-            if run_dir.asked and run_dir.end is not RunState.STARTING:  # by `asyncrl down` on another machine, too
+            if KEPT is None:  # the run has ended, so the exit code of `sigterm_ends` would be wrong from now on
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if run_dir.asked and not run_dir.starts_again:  # by `asyncrl down` on another machine, too
                 restarts.starts_no_other()
     if KEPT is not None:
         KEPT.in_order = summary is not None and run_dir.end is RunState.FINISHED
@@ -419,7 +421,7 @@ async def run_learner(
     def starts_again() -> bool:
         # TransferQueue's index of the rows dies with the learner's process, so no generator can go on.
         may_start = config.data_plane.backend != "transfer_queue" and restarts.restarts() < config.run.max_restarts
-        return may_start and not run_dir.asked
+        return may_start and (run_dir.starts_again or not run_dir.asked)
 
     parts = new_parts()
     run_dir.started_ray(parts.joined_address())

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, Terminated
 from asyncrl.user_code import USER_FOLDERS, describe_error
 
 OF_SEVERAL_TURNS = ("guess_the_number", "calculator", "key_value_store", "verifiers", "openenv")
@@ -92,6 +92,8 @@ def resolve(value: str, *, key: str) -> Callable[..., Any]:
     module_name, _, attributes = value.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
+    except Terminated:  # SIGTERM, and not the module
+        raise
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module_name}.".startswith(f"{missing}."):

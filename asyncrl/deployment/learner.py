@@ -184,9 +184,9 @@ class LearnerDeployment:
         return summary
 
     def _asked_to_end(self, stop: asyncio.Event, request: Attachment) -> None:
-        if stop.is_set():
-            return
         restarts = request is Attachment.ASKED_TO_RESTART
+        if self._run_dir.asked and (restarts or not self._run_dir.starts_again):
+            return
         by = "a pod of the learner that ends" if restarts else "`asyncrl down`"
         logger.warning("%s asked the run to %s", by, "save its weights and restart" if restarts else "end")
         self._run_dir.asked_to_end(by, restarts=restarts)

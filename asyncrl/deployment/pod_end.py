@@ -26,9 +26,10 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from asyncrl.common.names import COORDINATOR, REPLICAS
 from asyncrl.deployment.shared_actors import ask_to_end
 from asyncrl.errors import CallTimeout
-from asyncrl.generation.actor import GeneratorActor
-from asyncrl.ranks.actor import RankActor
 
+RANK, REPLICA = "RankActor", "GeneratorActor"
+"""Classes of actors in Ray's table. Their modules are not imported: torch and vLLM would take seconds of the pod's
+grace."""
 POLL_S = 1.0
 """Time between two questions whether jobs or replicas have ended, seconds."""
 Table = Callable[[], Mapping[str, Mapping[str, Any]]]
@@ -72,7 +73,7 @@ def restart_runs(
                 ask(run)
                 break
             sleep(POLL_S)
-    ranks = {id for id, kind in found.items() if kind == RankActor.__name__}
+    ranks = {id for id, kind in found.items() if kind == RANK}
     while any(_on(row, node) for id, row in table().items() if id in ranks):
         sleep(POLL_S)
     return [*runs]
@@ -90,7 +91,7 @@ def drain_replicas(
     `table` returns Ray's table of actors, `actor` the handle of an actor by its name. A replica that is drained
     finishes its groups. Then its deployment ends its actor, and starts the replica on another node.
     """
-    replicas = {id: row for id, row in table().items() if row["ActorClassName"] == GeneratorActor.__name__}
+    replicas = {id: row for id, row in table().items() if row["ActorClassName"] == REPLICA}
     found = {id: row for id, row in replicas.items() if _on(row, node)}
     for row in found.values():
         with contextlib.suppress(ValueError):  # it has ended meanwhile

@@ -342,9 +342,14 @@ class RunDir(RecordSink):
         stopped it."""
         if self._end[0] == "finished":
             return RunState.FINISHED
-        if self._restarts:
+        if self.starts_again:
             return RunState.STARTING
         return RunState.PREEMPTED if self._from_outside else RunState.STOPPED
+
+    @property
+    def starts_again(self) -> bool:
+        """Whether the run was asked to start again after its end, because a pod of the learner ends."""
+        return self._restarts
 
     def finished(self, reason: str) -> None:
         """Sets the end to "finished" with a reason: an evaluation ended the run before its last step."""
@@ -358,7 +363,8 @@ class RunDir(RecordSink):
         """
         self.asked_s = time.monotonic()  # first, because the thread of the run reads it if `asked` is set
         self.asked, self._asked_by, self._from_outside, self._restarts = True, by, from_outside, restarts
-        self._note("the request to end", exit_reason=f"asked to end by {by}")
+        if not restarts:  # with a reason in run.json, `asyncrl down` would wait, and not signal a run that starts again
+            self._note("the request to end", exit_reason=f"asked to end by {by}")
 
     @property
     def asked_from_outside(self) -> bool:

@@ -4,7 +4,6 @@ A run, or a group of runs that differ only in the settings of `--by`, keeps its 
 """
 
 import re
-import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -136,16 +135,17 @@ def terminal_tables(groups: Sequence[Group], *, by: Sequence[str] = (), width: i
     head, rows = group_table(groups)
     label, runs, *numbers = map(list, zip(head, *([row.name, *row.values] for row in rows), strict=True))
     learned = [column for column in numbers if column[0].startswith(("reward", "held-out reward"))]
-    differing = [
-        [row.name.rpartition(".")[2], *(textwrap.shorten(value, LONGEST_CELL, placeholder="…") for value in row.values)]
-        for row in settings_that_differ(groups, by=by)
-    ]
+    differing = [[row.name.rpartition(".")[2], *map(_cut, row.values)] for row in settings_that_differ(groups, by=by)]
     # the label of a group of --by has the settings in which it differs, that of a single run has its name
     first = [runs, *learned] if by else [*learned, *differing]
     tables = [_fitting(label, [*first, *(column for column in numbers if column not in learned)], width=width)]
     if by and (rows := difference_rows(groups)):
         tables.append(_table([f"minus {groups[0].label}", *DIFFERENCE_HEAD[1:]], rows))
     return tables
+
+
+def _cut(value: str) -> str:
+    return value if len(value) <= LONGEST_CELL else f"{value[: LONGEST_CELL - 1]}…"
 
 
 def _fitting(label: Sequence[str], columns: Sequence[Sequence[str]], *, width: int) -> Table:

@@ -12,6 +12,7 @@ from asyncrl.cli.preflight import check_restart
 from asyncrl.cli.restarts import EARLY_DEATHS, RESTART_MENDS
 from asyncrl.complete_directory import COMPLETE
 from asyncrl.config.schema import Config
+from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import INTERRUPTED, PREEMPTED, RunError
 
 pytestmark = pytest.mark.slow
@@ -220,12 +221,17 @@ def test_a_reported_child_that_a_signal_asked_to_end_is_not_mended() -> None:
         (3, True, None),
         (4, True, r"run\.max_restarts = 3 within an hour"),
         (1, False, "before its first checkpoint"),
+        (1, None, None),
     ],
 )
 def test_a_restart_needs_a_checkpoint_and_has_a_limit(
-    number: int, saved: bool, refusal: str | None, tmp_path: Path
+    number: int, saved: bool | None, refusal: str | None, tmp_path: Path
 ) -> None:
+    """`saved` is None if the process before this one has stopped in order, before its first step."""
     config = Config.model_validate({"run": {"name": "quick", "dir": str(tmp_path)}})
+    if saved is None:
+        with RunDir.create(config) as run_dir:
+            run_dir.stopped()
     if saved:
         checkpoint = tmp_path / "quick" / "checkpoints" / "step-3"
         checkpoint.mkdir(parents=True)

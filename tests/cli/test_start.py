@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from asyncrl.deployment import cluster, shared_actors
 from asyncrl.deployment.resuming import no_checkpoint, unfinished_run
 from asyncrl.deployment.run_dir import RunDir
 from asyncrl.errors import (
+    PREEMPTED,
+    ActorGone,
     AnotherRun,
     CheckpointDamaged,
     ClusterUnreachable,
@@ -118,7 +121,7 @@ def test_the_mirror_of_a_run_that_sigterm_ended_gets_no_second_grace_however_the
 
 @pytest.mark.parametrize(
     ("asked", "code", "no_other"),
-    [({"restarts": True}, restarts.RESTART_MENDS, 0), ({}, 1, 1), ({"from_outside": True}, restarts.PREEMPTED, 1)],
+    [({"restarts": True}, restarts.RESTART_MENDS, 0), ({}, 1, 1), ({"from_outside": True}, PREEMPTED, 1)],
 )
 def test_a_run_that_was_asked_to_restart_is_started_again_and_another_that_was_asked_to_end_is_not(
     asked: dict[str, bool], code: int, no_other: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -131,9 +134,31 @@ def test_a_run_that_was_asked_to_restart_is_started_again_and_another_that_was_a
         run_dir.stopped()
 
     monkeypatch.setattr(start, "run_both", run)
-    with pytest.raises(typer.Exit) as ended:
-        start.run_in_terminal(config_in(tmp_path), None, command="up", address=None, again=["up"])
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with pytest.raises(typer.Exit) as ended:
+            start.run_in_terminal(config_in(tmp_path), None, command="up", address=None, again=["up"])
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "the run has ended"
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert (ended.value.exit_code, len(kept)) == (code, no_other)
+
+
+@pytest.mark.parametrize(("asked", "no_other"), [({"restarts": True}, 0), ({}, 1)])
+def test_a_run_that_fails_after_it_was_asked_to_restart_may_be_started_again(
+    asked: dict[str, bool], no_other: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr(restarts, "starts_no_other", lambda: kept.append(1))
+
+    async def run(config: Config, stop: asyncio.Event, *, run_dir: RunDir, **_: object) -> None:
+        run_dir.asked_to_end("a test", **asked)
+        raise ActorGone("rank 0 has died")
+
+    monkeypatch.setattr(start, "run_both", run)
+    with pytest.raises(ActorGone):
+        start.run_in_terminal(config_in(tmp_path), None, command="up", address=None, again=["up"])
+    assert len(kept) == no_other
 
 
 def test_the_log_has_the_reason_why_run_json_lacks_the_end_of_the_run(

@@ -16,7 +16,7 @@ from asyncrl.config.import_path import (
     search_folders,
     suggest,
 )
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, Terminated
 from asyncrl.user_code import USER_FOLDERS
 
 
@@ -119,6 +119,9 @@ def test_a_module_that_raises_and_one_with_a_missing_import_are_told_apart(
     with pytest.raises(ConfigError, match=r"No module named 'not_installed_here' \(.*lacks_an_import\.py:1\)"):
         resolve("lacks_an_import:f", key="k")
     assert "lacks_an_import" not in sys.modules
+    (tmp_path / "is_interrupted.py").write_text("from asyncrl.errors import Terminated\n\nraise Terminated\n")
+    with pytest.raises(Terminated):  # by SIGTERM during the import
+        resolve("is_interrupted:f", key="k")
 
 
 def test_options_that_do_not_fit_are_refused_before_the_call_and_its_own_errors_pass() -> None:

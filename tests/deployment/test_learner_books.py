@@ -474,6 +474,28 @@ async def test_a_run_is_stopped_when_it_was_asked_to_end_before_its_last_step(tm
     assert (info["state"], info["exit_reason"]) == (stopped if trained == 1 else ("finished", "done"))
 
 
+@pytest.mark.asyncio
+async def test_asyncrl_down_ends_a_run_that_was_asked_to_restart(tmp_path: Path) -> None:
+    config = config_in(tmp_path, buffer={"heartbeat_timeout_s": 0.5})
+    cluster, stop = OneProcessCluster(config), asyncio.Event()
+    with RunDir.create(config) as run:
+
+        async def train(training: Training) -> RunTotals:
+            async with asyncio.timeout(DEADLINE_S):
+                cluster.coordinator.registry.ask_to_end(restart=True)
+                await stop.wait()
+                info = json.loads((run.path / "run.json").read_bytes())
+                assert info["exit_reason"] is None, "with a reason, `asyncrl down` would only wait for the end"
+                cluster.coordinator.registry.ask_to_end()
+                while run.starts_again:
+                    await asyncio.sleep(0.01)  # a heartbeat brings the answer
+                cluster.coordinator.registry.ask_to_end(restart=True)
+            return await records(make_step(0))(training)
+
+        await deployed(run, config, train=train, cluster=cluster).run(stop)
+        assert run.end is RunState.STOPPED
+
+
 @pytest.mark.parametrize("restart", [True, False])
 @pytest.mark.asyncio
 async def test_a_run_whose_learner_shall_restart_ends_as_stopped_and_its_generators_stay(

@@ -9,6 +9,8 @@ from ray.job_submission import JobStatus
 
 from asyncrl.deployment import pod_end
 from asyncrl.errors import CallTimeout
+from asyncrl.generation.actor import GeneratorActor
+from asyncrl.ranks.actor import RankActor
 
 
 class Jobs:
@@ -85,6 +87,10 @@ def test_the_runs_are_asked_to_restart_and_the_command_waits_for_the_ranks_on_th
     assert pod_end.restart_runs("n1", ["math", "code"], table=lambda: table, ask=ask, sleep=sleep) == ["math", "code"]
     assert asked == ["math", "math", "code"]
     assert len(slept) == 3
+
+
+def test_the_classes_in_rays_table_have_the_names_of_the_actors() -> None:
+    assert (RankActor.__name__, GeneratorActor.__name__) == (pod_end.RANK, pod_end.REPLICA)
 
 
 def test_a_pod_of_the_learner_without_actors_restarts_no_run() -> None:
