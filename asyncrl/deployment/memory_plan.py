@@ -235,9 +235,8 @@ def _rank_lines(
                 yield Line(place=rank, what="reference weights", nbytes=MASTER_BYTES * shard, memory=device)
             for what, nbytes in _sending(config, sent):
                 yield Line(place=rank, what=what, nbytes=nbytes, memory=Memory.NODE, processes=senders)
-        saved = (
-            MASTER_BYTES * shard + state
-        ) / copies  # also without `checkpoint.every_steps`: a run ends with a checkpoint
+        # also without `checkpoint.every_steps`: a run ends with a checkpoint
+        saved = (MASTER_BYTES * shard + state) / copies
         yield Line(place=rank, what="copy for a checkpoint", nbytes=saved, memory=Memory.NODE)
         if name == "learner":
             file = min(FILE_BYTES, sum(spec.nbytes for spec in changed))

@@ -125,7 +125,7 @@ def test_built_in_parts_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"environment.reward={OWN}:agent", "has the parameters (session, task), like an agent; a reward takes"),
         (f"algorithm.loss={OWN}:los", "did you mean 'loss'?"),
         (f"learner.optimizer.name={OWN}:los", "learner.optimizer.name: 'before_start_tasks:los' names 'los'"),
-        (f"learner.optimizer.name={OWN}:loss", "was called to make an optimizer, and it raised TypeError"),
+        (f"learner.optimizer.name={OWN}:loss", "needs a value for rewards, which is missing"),
         (f"algorithm.loss={OWN}:loss", "cannot be called as a loss: "),
         (
             f"algorithm.loss={OWN}:factory",
