@@ -72,8 +72,8 @@ def adamw(model: torch.nn.Module, section: OptimizerSection, *, device: torch.de
 def own_optimizer(
     parameters: Sequence[torch.nn.Parameter], section: OptimizerSection, *, key: str
 ) -> torch.optim.Optimizer:
-    """Returns the user's own optimizer for these parameters. A step of it raises ConfigError if it leaves a state that is
-    not sharded for a sharded parameter.
+    """Returns the user's own optimizer for these parameters. Its `step` raises ConfigError if the state of a sharded
+    parameter is not sharded.
 
     Raises ConfigError if it cannot be imported, if the options do not fit its signature, if it raises an error, if its
     result is not an optimizer, or if the optimizer lacks some of the parameters.
@@ -141,9 +141,9 @@ def try_optimizer(section: OptimizerSection, *, key: str) -> float:
         )
     if changed := sorted(_numbers_outside_of_state(optimizer) ^ outside):
         raise ConfigError(
-            f"{key}.name = {path}: its steps changed {changed[0][0]}, which a checkpoint does not keep, so a resumed run "
-            "would not go on as before; keep all state in self.state[parameter], and none in the optimizer itself or "
-            "in its parameter groups"
+            f"{key}.name = {path}: its steps changed {changed[0][0]}, which a checkpoint does not keep, so a resumed "
+            "run would not go on as before; keep all state in self.state[parameter], and none in the optimizer itself "
+            "or in its parameter groups"
         )
     if _equal(first, start):
         raise ConfigError(f"{key}.name = {path}: a step did not change the weights; fix it")

@@ -17,6 +17,7 @@ from asyncrl.config.load import load_config, parse_yaml
 from asyncrl.config.schema import OptimizerSection
 from asyncrl.errors import ConfigError
 from asyncrl.ranks.optimizer import adamw, make_optimizer, state_bytes, try_optimizer, weight_decay_of
+from asyncrl.ranks.shard_files import SavedTensors
 from asyncrl.ranks.sharded_checkpoint import ShardedState
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -198,6 +199,33 @@ def test_an_own_optimizer_trains_the_trained_parameters_and_goes_on_from_a_check
 def test_a_group_may_have_no_weight_decay(group: dict[str, float | None], decay: float) -> None:
     optimizer = torch.optim.Optimizer([torch.nn.Parameter(torch.ones(2))], {"lr": 0.1, **group})
     assert weight_decay_of(optimizer) == decay
+
+
+@pytest.mark.parametrize("name", ["adamw", "MuchLater"])
+def test_state_that_is_made_after_the_first_save_is_in_the_next_one(name: str, tmp_path: Path) -> None:
+    """Moments of AdamW are made with the first gradient of their tensor."""
+    trained, fresh = Trained(CPU), Trained(CPU)
+    section = SECTION if name == "adamw" else own(name)
+    if name != "adamw":
+        trained.optimizer = make_optimizer(trained.model, section, key=KEY, device=CPU)
+        trained.state = ShardedState(trained.model, trained.optimizer, group=_group(), saving=_group())
+    late = trained.model[2].bias
+    late.requires_grad_(name != "adamw")
+    trained.step(1)
+    late.requires_grad_(True)
+    names = []
+    for _ in range(2):
+        trained.state.stage(train_calls=2, optimizer=True)
+        trained.state.write(weights_path=tmp_path / "weights", optimizer_path=tmp_path / "optimizer")
+        names.append({*SavedTensors(tmp_path / "optimizer")})
+        trained.step(3)
+    added = {"state.2.bias.exp_avg", "state.2.bias.exp_avg_sq", "state.2.bias.step"}
+    if name == "adamw":
+        assert names[1] - names[0] == added
+        fresh.state.load(weights_path=tmp_path / "weights", optimizer_path=tmp_path / "optimizer")
+        assert float(fresh.optimizer.state[fresh.model[2].bias]["step"]) == 3
+    else:
+        assert names[1] - names[0] == {f"state.{of}.average" for of in ("0.weight", "2.weight", "2.bias")}
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
