@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -27,6 +27,10 @@ Tensors = dict[str, torch.Tensor]
 LEAST_GRADIENT = 1e-4
 """An element whose gradient is below this share of the typical one is not judged. Two attention implementations gave
 gradients that differ by at most 1.5e-5 of the typical one (random Qwen2 models of 0.1 and 1 M parameters)."""
+LARGEST_ROUNDING = 0.1
+"""An element is not judged if gradients that differ by LEAST_GRADIENT change its step by more than this share of the
+tensor's typical step. The measured differences of gradients are 0.15 of LEAST_GRADIENT, so they change a tensor's step
+by less than 1.5 %, unless the optimizer's step jumps, as a sign does. Such a jump is larger than this share."""
 
 
 class PlainModel:
@@ -172,56 +176,84 @@ class Moments:
         example are the biases of keys, which attention without positions does not see."""
         sizes = {name: (second / (1 - self._settings.betas[1] ** self._steps[name])).sqrt()
                  for name, second in self._second.items()}  # fmt: skip
-        return _nearly_0(sizes, name)
+        if name not in sizes:
+            return torch.zeros((), dtype=torch.bool)
+        return (sizes[name] > 0) & (sizes[name] < LEAST_GRADIENT * _typical(sizes))
 
 
 class OwnOptimizer:
-    """An optimizer of the user's own (`learner.optimizer.name`), made once more in this process for whole tensors in
-    float64. It begins without state. Raises NotPossible if the user's code fails here."""
+    """An optimizer of the user's own (`learner.optimizer.name`) in this process, for whole tensors in float64.
+    It begins without state. Raises NotPossible if the user's code fails here.
+
+    It is made three times. The second and the third one get gradients that are larger and smaller by the share
+    LEAST_GRADIENT of the typical one, so their steps show which elements rounding decides. The size of a gradient would
+    not show it for every optimizer: Lion moves an element by the sign of 0.9 m + 0.1 g, which may be nearly 0 although
+    the momentum m and the gradient g are not.
+    """
 
     def __init__(self, settings: OptimizerSection) -> None:
         self._settings = settings
-        self._made: torch.optim.Optimizer | None = None
-        self._parameters: dict[str, torch.nn.Parameter] = {}
-        self._squares: Tensors = {}
+        self._made: list[_Made] = []
+        self._undecided: dict[str, torch.Tensor] = {}
 
     def step(self, values: Tensors, gradient: Tensors, *, rate: float) -> Tensors:
         """Does what `Moments.step` does, by a step of the user's optimizer."""
-        if self._made is None:
-            self._parameters = {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
-            try:
-                self._made = own_optimizer([*self._parameters.values()], self._settings, key="learner.optimizer")
-            except ConfigError as error:
-                raise NotPossible(str(error)) from error
+        if not self._made:
+            self._made = [_Made.of(values, self._settings) for _ in range(3)]
         share = min(1.0, self._settings.max_grad_norm / (norm_of(gradient) + 1e-6))
-        for name, parameter in self._parameters.items():
-            parameter.data.copy_(values[name])
-            parameter.grad = share * gradient[name] if name in gradient else None
-        for name, raw in gradient.items():
-            self._squares[name] = self._squares.get(name, torch.zeros_like(raw)) + raw**2
-        for group in self._made.param_groups:
-            group["lr"] = rate
-        try:
-            self._made.step(None)
-        except Exception as error:  # the user's code may raise anything
-            described = describe_error(error)
-            raise NotPossible(
-                f"a step of {self._settings.name} with whole tensors in float64 raised {described}"
-            ) from error
-        return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        own = {name: share * raw for name, raw in gradient.items()}
+        apart = LEAST_GRADIENT * _typical(own)
+        found, *others = (
+            made.step(values, {name: each + sign * apart * (each != 0) for name, each in own.items()}, rate=rate)
+            for sign, made in zip((0, 1, -1), self._made, strict=True)
+        )
+        for name, value in found.items():
+            typical = (value - values[name]).norm() / math.sqrt(max(value.numel(), 1))
+            undecided = self._undecided.setdefault(name, torch.zeros_like(value, dtype=torch.bool))
+            for other in others:
+                undecided |= (other[name] - value).abs() > LARGEST_ROUNDING * typical
+        return found
 
     def decided_by_rounding(self, name: str) -> torch.Tensor:
-        """Returns True for the elements of a tensor whose gradients were nearly 0, but not 0, in the steps so far: the
-        user's optimizer may divide a gradient by its own size, as AdamW does."""
-        return _nearly_0({name: squares.sqrt() for name, squares in self._squares.items()}, name)
+        """Returns True for the elements of a tensor that one of the steps so far moved by another amount if the
+        gradients differed by as much as rounding may change them."""
+        return self._undecided[name]
 
 
-def _nearly_0(sizes: Tensors, name: str) -> torch.Tensor:
-    """Returns True for the elements of the tensor `name` whose size is below a share of the typical one, but not 0."""
-    if name not in sizes:
-        return torch.zeros((), dtype=torch.bool)
-    typical = norm_of(sizes) / math.sqrt(sum(each.numel() for each in sizes.values()))
-    return (sizes[name] > 0) & (sizes[name] < LEAST_GRADIENT * typical)
+class _Made(NamedTuple):
+    """An optimizer of the user's own with the parameters that it steps."""
+
+    optimizer: torch.optim.Optimizer
+    parameters: dict[str, torch.nn.Parameter]
+    name: str
+
+    @classmethod
+    def of(cls, values: Tensors, settings: OptimizerSection) -> "_Made":
+        parameters = {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
+        try:
+            made = own_optimizer([*parameters.values()], settings, key="learner.optimizer")
+        except ConfigError as error:
+            raise NotPossible(str(error)) from error
+        return cls(made, parameters, settings.name)
+
+    def step(self, values: Tensors, gradient: Tensors, *, rate: float) -> Tensors:
+        """Returns the values after a step with this gradient."""
+        for name, parameter in self.parameters.items():
+            parameter.data.copy_(values[name])
+            parameter.grad = gradient.get(name)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        try:
+            self.optimizer.step(None)
+        except Exception as error:  # the user's code may raise anything
+            described = describe_error(error)
+            raise NotPossible(f"a step of {self.name} with whole tensors in float64 raised {described}") from error
+        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+
+def _typical(tensors: Tensors) -> float:
+    """Returns the root of the mean square of all elements."""
+    return norm_of(tensors) / math.sqrt(max(sum(each.numel() for each in tensors.values()), 1))
 
 
 def sequences_of(row: Mapping[str, torch.Tensor], *, branches: str) -> list[tuple[int, int]]:

@@ -169,7 +169,7 @@ class _Witness:
             found.append(f"{self._unusable:,} tokens with a number that is not finite, which the ranks left out")
         if self._unjudged:
             count = f"{self._unjudged:,} changes of weights"
-            found.append(f"{count} whose gradients are nearly 0, so that rounding decides where they go")
+            found.append(f"{count} whose gradients are nearly 0 or cancel out, so that rounding decides where they go")
         return tuple(found)
 
     def _read_optimizer(self, *, trust: bool) -> Moments | OwnOptimizer | None:

@@ -1,6 +1,6 @@
 """Loads a validated `Config` from files and the command line, and writes a `Config` as YAML.
 
-Layers (files, or mappings from Python) are merged from left to right, then the overrides are applied in their order.
+Layers (files, or mappings from Python) are merged from left to right. All overrides together are the last layer.
 Mappings are merged key by key; any other value replaces the earlier value. Validation is strict about types: `true` is
 not accepted as a number, nor `"8"` as an integer. All violations are reported in one error, each with the layer or
 override that set the value. `asyncrl.config.rules.check_config` checks the rules that involve several fields.
@@ -80,7 +80,7 @@ def _merged(layers: Sequence[Layer], overrides: Sequence[str]) -> tuple[dict[str
     problems: list[str] = []
     sources: list[tuple[str, Callable[[], dict[str, object]]]] = [
         *(_source(number, layer) for number, layer in enumerate(layers, start=1)),
-        *((ON_COMMAND_LINE, functools.partial(_parse_override, override)) for override in overrides),
+        (ON_COMMAND_LINE, functools.partial(_parse_overrides, overrides)),
     ]
     for origin, read in sources:
         try:
@@ -174,6 +174,20 @@ def _text_of(file: Path) -> str:
     if len(data) > MOST_CHARACTERS:
         raise ConfigError(f"{file}: has more than {MOST_CHARACTERS:,} bytes; a config has a few thousand")
     return data.decode()
+
+
+def _parse_overrides(overrides: Sequence[str]) -> dict[str, object]:
+    """Returns all overrides as one layer. Raises ConfigError with the problems of all of them."""
+    tree: dict[str, object] = {}
+    problems: list[str] = []
+    for override in overrides:
+        try:
+            _merge(tree, _parse_override(override), origin="", origins={})
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return tree
 
 
 def _parse_override(override: str) -> dict[str, object]:

@@ -28,6 +28,7 @@ from asyncrl.checkpoints.directory import (
 )
 from asyncrl.common.version import Lineage
 from asyncrl.complete_directory import COMPLETE, discard
+from asyncrl.config.import_path import ADAMW
 from asyncrl.config.load import flat_config, shared_config
 from asyncrl.config.schema import Config, OptimizerSection
 from asyncrl.errors import CheckpointDamaged, CheckpointError, CheckpointOfOtherFormat, ConfigError, RunError
@@ -292,9 +293,12 @@ def _checked(resumed: Resumed, directory: Path, config: Config) -> Resumed:
                 f"{resumed.manifest.settings.get(key)!r}, and a run keeps this value when it is resumed: use the old "
                 "value, or begin a new run with --fresh or another run.name"
             )
-    for key in (f"{pool}.optimizer.name" for pool in config.rank_pools()):
-        had = resumed.manifest.settings.get(key)
-        if had not in (None, now[key]):  # None: the run had no critic before
+    for pool in config.rank_pools():
+        key = f"{pool}.optimizer.name"
+        settings = resumed.manifest.settings
+        # a checkpoint without the key is of a release that had AdamW only, or of a run that had no critic
+        had = settings.get(key, ADAMW if f"{pool}.optimizer.learning_rate" in settings else None)
+        if had not in (None, now[key]):
             raise ConfigError(
                 f"{key} = {now[key]}, but the checkpoint {resumed.path} has the state of {had}, and another optimizer "
                 "cannot go on from it: use the old one, or begin a run with these weights by asyncrl fork"

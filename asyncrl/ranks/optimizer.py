@@ -36,14 +36,17 @@ def make_optimizer(
     key of the section, for messages. Raises ConfigError if the optimizer is the user's own and cannot be made."""
     if section.own is None:
         return adamw(model, section, device=device)
-    optimizer = own_optimizer(trained_parameters(model), section, key=key)
-    optimizer.register_step_post_hook(lambda *_: _check_sharded(optimizer, name=section.name, key=key))
-    return optimizer
+    return own_optimizer(trained_parameters(model), section, key=key)
 
 
 def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Returns the parameters of the model that are trained, in the order of the model."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def weight_decay_of(optimizer: torch.optim.Optimizer) -> float:
+    """Returns the weight decay of the first group of parameters; 0 if the group has none."""
+    return float(optimizer.param_groups[0].get("weight_decay") or 0.0)
 
 
 def adamw(model: torch.nn.Module, section: OptimizerSection, *, device: torch.device) -> torch.optim.AdamW:
@@ -69,7 +72,8 @@ def adamw(model: torch.nn.Module, section: OptimizerSection, *, device: torch.de
 def own_optimizer(
     parameters: Sequence[torch.nn.Parameter], section: OptimizerSection, *, key: str
 ) -> torch.optim.Optimizer:
-    """Returns the user's own optimizer for these parameters.
+    """Returns the user's own optimizer for these parameters. Its `step` raises ConfigError if the state of a sharded
+    parameter is not sharded.
 
     Raises ConfigError if it cannot be imported, if the options do not fit its signature, if it raises an error, if its
     result is not an optimizer, or if the optimizer lacks some of the parameters.
@@ -86,6 +90,12 @@ def own_optimizer(
             f"{key_of_name} = {path}: gives a {type(found).__name__}, which is not a torch.optim.Optimizer; name a "
             "class or a function that returns an optimizer for (params, lr=…)"
         )
+    _called(
+        lambda: found.register_step_post_hook(lambda *_: _check_sharded(found, name=path, key=key)),
+        "was asked to call a check after each step, which needs super().__init__(params, defaults)",
+        path,
+        key,
+    )
     has = {id(parameter) for group in found.param_groups for parameter in group["params"]}
     if missing := sum(id(parameter) not in has for parameter in parameters):
         raise ConfigError(
@@ -115,6 +125,7 @@ def try_optimizer(section: OptimizerSection, *, key: str) -> float:
     first, second = (_small_parameters() for _ in range(2))
     optimizer, resumed = (own_optimizer(each, section, key=key) for each in (first, second))
     start = [parameter.detach().clone() for parameter in first]
+    outside = _numbers_outside_of_state(optimizer)
     _tried_step(optimizer, first, rate=0.0, number=0, path=path, key=key)
     if not _equal(first, start):
         raise ConfigError(
@@ -127,6 +138,12 @@ def try_optimizer(section: OptimizerSection, *, key: str) -> float:
         raise ConfigError(
             f"{key}.name = {path}: its second step made another state than its first one, so a checkpoint could not be "
             "loaded; make all entries of self.state[parameter] in the first step"
+        )
+    if changed := sorted(_numbers_outside_of_state(optimizer) ^ outside):
+        raise ConfigError(
+            f"{key}.name = {path}: its steps changed {changed[0][0]}, which a checkpoint does not keep, so a resumed "
+            "run would not go on as before; keep all state in self.state[parameter], and none in the optimizer itself "
+            "or in its parameter groups"
         )
     if _equal(first, start):
         raise ConfigError(f"{key}.name = {path}: a step did not change the weights; fix it")
@@ -191,11 +208,30 @@ def _is_array(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
+def _numbers_outside_of_state(optimizer: torch.optim.Optimizer) -> set[tuple[str, str]]:
+    """Returns the numbers of the optimizer itself and of its groups that its steps must not change, each as its name
+    and its value. Truth values of the optimizer itself are left out, because torch's own optimizers change some:
+    AdamW with `fused` remembers that it has checked the devices."""
+    found = {(f"self.{name}", repr(value)) for name, value in vars(optimizer).items() if type(value) in (int, float)}
+    for group in optimizer.param_groups:
+        numbers = {name: value for name, value in group.items() if type(value) in (bool, int, float) and name != "lr"}
+        found |= {(f"{name!r} of a parameter group", repr(value)) for name, value in numbers.items()}
+    return found
+
+
 def _layout(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], *, path: str, key: str
 ) -> list[dict[str, Any]]:
     """Returns the shape or the type of each entry of the state, for each parameter. Raises ConfigError for an entry
     that a checkpoint cannot keep: torch loads floats in the precision of the parameter, except for `step`."""
+    known = {id(parameter) for parameter in parameters}
+    for entry in optimizer.state:
+        if id(entry) not in known:
+            shown = repr(entry) if isinstance(entry, str) else f"of the type {type(entry).__name__}"
+            raise ConfigError(
+                f"{key}.name = {path}: its state has the key {shown}, which is not a parameter, and a "
+                "checkpoint keeps the state of parameters only; keep all state in self.state[parameter]"
+            )
     found: list[dict[str, Any]] = []
     for parameter in parameters:
         found.append({})

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 from asyncrl.atomic_write import sync
-from asyncrl.errors import CheckpointDamaged
+from asyncrl.errors import CheckpointDamaged, CheckpointError
 from asyncrl.ranks.collectives import gather_objects
 
 STATE = "state"
@@ -43,17 +43,31 @@ class HostCopies:
         self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._items: list[WriteItem] = []
         self._copies: Tensors = {}
-        self.planned = False
+        self._names: frozenset[str] | None = None
 
     def plan(self, tensors: Tensors, *, group: dist.ProcessGroup) -> None:
-        """Decides which rank writes which shard of `tensors`. One plan is enough for all saves, because names, shapes
-        and shards stay the same. A collective."""
+        """Decides which rank writes which shard of `tensors`, unless the last plan was for the same names: shapes and
+        shards stay the same. There are new names after an optimizer has made a part of its state after the first save:
+        AdamW makes that of a tensor at the tensor's first gradient.
+
+        Raises CheckpointError if the names differ between the ranks. A collective."""
+        names = frozenset(tensors)
+        if not any(gather_objects(names != self._names, group=group)):
+            return
         rank = dist.get_rank(group)
+        first, *others = gather_objects(names, group=group)  # all ranks compare the same names, and raise together
+        for other, found in enumerate(others, start=1):
+            if apart := sorted(first ^ found):
+                raise CheckpointError(
+                    f"{apart[0]} is a tensor of the checkpoint on rank {0 if apart[0] in first else other}, but not on "
+                    f"rank {other if apart[0] in first else 0}; let all ranks make the same entries of the optimizer's "
+                    "state in a step"
+                )
         self._planner.set_up_planner(tensors, is_coordinator=rank == 0)
         local = gather_objects(self._planner.create_local_plan(), group=group)
         plans, _ = self._planner.create_global_plan(local)  # every rank computes the same plans
-        self._items = plans[rank].items
-        self.planned = True
+        self._items, self._names = plans[rank].items, names
+        self._copies = {}  # this rank may no longer write each of its tensors
 
     def take(self, tensors: Tensors) -> None:
         """Copies the shards of `tensors` that this rank writes by the plan to host memory. Not a collective."""

@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 from asyncrl import complete_directory
@@ -102,7 +103,8 @@ class ShardedState:
         """Copies to host memory this rank's part of the weights, and with `optimizer` of the optimizer's state, for
         `write`.
 
-        Raises CheckpointError if a `write` of the last copies is not finished, or if there is no memory for the copies.
+        Raises CheckpointError if a `write` of the last copies is not finished, if there is no memory for the copies, or
+        if the optimizer's state has other names or numbers on another rank.
         """
         on_all_ranks(self._check_written, group=self.group)
         reshard(self.model)
@@ -113,14 +115,36 @@ class ShardedState:
             # state yet, DCP would make an optimizer step, and AdamW's bias correction would count this step
             has_moments = bool(self.optimizer.state)
             if has_moments:
-                self._copy(self._moment_copies, self._moments())
+                moments = self._moments()
+                self._check_numbers(moments)
+                self._copy(self._moment_copies, moments)
             generators = tuple(gather_objects(_generators(), group=self.group))
             self._staged = _Training(train_calls=train_calls, has_moments=has_moments, generators=generators)
 
     def _copy(self, copies: HostCopies, tensors: Tensors) -> None:
-        if not copies.planned:
-            copies.plan(tensors, group=self.group)
+        copies.plan(tensors, group=self.group)
         on_all_ranks(lambda: copies.take(tensors), group=self.group)
+
+    def _check_numbers(self, moments: Tensors) -> None:
+        """Raises CheckpointError on all ranks if a number of an optimizer of the user's own differs between the ranks:
+        a checkpoint has one number for all of them. The numbers of AdamW are counts of steps. A collective."""
+        if type(self.optimizer) is torch.optim.AdamW:
+            return
+        # as text, because NaN differs from itself
+        own = {
+            name: str(value.item())
+            for name, value in moments.items()
+            if not isinstance(value, DTensor) and value.ndim == 0
+        }
+        first, *others = gather_objects(own, group=self.group)
+        for rank, found in enumerate(others, start=1):
+            for name in sorted(first.keys() | found.keys()):
+                if (here := first.get(name)) != (there := found.get(name)):
+                    raise CheckpointError(
+                        f"the optimizer's state has {name} = {here} on rank 0 and {there} on rank {rank}, and a "
+                        "checkpoint keeps one number for all ranks; compute it of the whole tensor and not of a rank's "
+                        "shard, or keep it in a tensor made with torch.zeros_like(parameter)"
+                    )
 
     def _check_written(self) -> None:
         if self._writing:

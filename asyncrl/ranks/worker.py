@@ -41,7 +41,7 @@ from asyncrl.ranks.batching import empty_micro_batch, row_lengths, staleness_cou
 from asyncrl.ranks.collectives import Collectives, on_all_ranks
 from asyncrl.ranks.digest import KINDS, StepDigests, combined, model_digest
 from asyncrl.ranks.loss_pass import LossT, MicroBatchOutcome, UpdateContext
-from asyncrl.ranks.optimizer import make_optimizer, trained_parameters
+from asyncrl.ranks.optimizer import make_optimizer, trained_parameters, weight_decay_of
 from asyncrl.ranks.plan import BatchingPlan, PlannedUpdate, check_columns, planned_updates, required_columns
 from asyncrl.ranks.report import RankRecord, UpdateOutcome
 from asyncrl.ranks.row_checks import check_rows
@@ -247,7 +247,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
             outcomes=outcomes,
             staleness={} if step is None else staleness_counts(data, step=step),
             learning_rate=rate,
-            weight_decay=float(self.optimizer.param_groups[0].get("weight_decay", 0.0)),
+            weight_decay=weight_decay_of(self.optimizer),
             seconds=timer.seconds,
             nonfinite_tokens=nonfinite_tokens,
             real_tokens=real_tokens,

@@ -1,6 +1,7 @@
 """The plain model computes what transformers and peft compute, and its optimizer what torch's AdamW computes."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OF
 from transformers import AutoModelForCausalLM
 
 from asyncrl.audit.history import NotPossible
-from asyncrl.audit.plain_model import Moments, PlainModel, norm_of, sequences_of
+from asyncrl.audit.plain_model import Moments, OwnOptimizer, PlainModel, norm_of, sequences_of
 from asyncrl.config.schema import LoraSection, OptimizerSection
 from asyncrl.data.specs import BRANCH
 from asyncrl.policy.adapter import with_adapter
+from asyncrl.ranks.optimizer import own_optimizer
 from asyncrl.ranks.shard_files import write_tensors
 
 IDS = torch.tensor([[3, 9, 27, 5, 30]])
@@ -94,6 +96,53 @@ def test_elements_without_a_gradient_are_judged_and_those_with_a_tiny_one_are_no
     moments.step({name: torch.zeros_like(each) for name, each in gradient.items()}, gradient, rate=0.1)
     assert moments.decided_by_rounding("a").tolist() == [False, False, True]
     assert moments.decided_by_rounding("b").tolist() == [True]
+
+
+def lion(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> OptimizerSection:
+    """Returns the section for the Lion of the page, as a module in `folder`."""
+    page = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
+    [text] = re.findall(r"^```python\n# mine/lion\.py\n([^`]*)```", page, re.MULTILINE)
+    (folder / "lion_of_the_page.py").write_text(text)
+    monkeypatch.syspath_prepend(str(folder))
+    return OptimizerSection(name="lion_of_the_page:Lion", options=options, max_grad_norm=100.0)
+
+
+def test_an_element_whose_direction_rounding_decides_is_not_judged_for_an_optimizer_that_takes_the_sign_of_a_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second step, 0.9 m + 0.1 g is nearly 0 for the first two elements, but no gradient is. The last element
+    has the gradient 0 in both steps. Float32 and gradients with the noise of a real run go another way."""
+    optimizer = OwnOptimizer(lion(tmp_path, monkeypatch, betas=[0.9, 0.99]))
+    gradients = [[1.0, 1.0, 1.0, -2.0, 0.0], [-0.09 + 1e-6, -0.09 - 1e-6, 1.0, -2.0, 0.0]]
+    values = {"a": torch.zeros(5).double(), "b": torch.zeros(400).double()}
+    alone = lion(tmp_path, monkeypatch, betas=[0.9, 0.99])
+    run = [torch.nn.Parameter(torch.zeros(5))]
+    theirs = own_optimizer(run, alone, key="learner.optimizer")
+    left_out = []
+    for noise, numbers in zip((0.0, 1.5e-5), gradients, strict=True):
+        ours = torch.tensor(numbers).double()
+        values = optimizer.step(values, {"a": ours, "b": torch.ones(400).double()}, rate=0.1)
+        run[0].grad = (ours + noise * torch.tensor([-1.0, 1.0, 1.0, 1.0, 0.0])).float()
+        theirs.param_groups[0]["lr"] = 0.1
+        theirs.step()
+        left_out.append(optimizer.decided_by_rounding("a").tolist())
+    assert left_out == [[False] * 5, [True, True, False, False, False]]
+    assert optimizer.decided_by_rounding("b").sum() == 0
+    apart = (run[0].detach().double() - values["a"]).abs() > 1e-6
+    assert apart.tolist() == left_out[1]
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad"])
+def test_hardly_any_element_of_random_gradients_is_left_out(name: str) -> None:
+    options = {"SGD": {"momentum": 0.9}, "AdamW": {"betas": [0.9, 0.95]}, "Adagrad": {}}[name]
+    optimizer = OwnOptimizer(OptimizerSection(name=f"torch.optim:{name}", options=options))
+    draw = torch.Generator().manual_seed(1)
+    values = {"a": torch.randn(40, 50, generator=draw).double(), "small": torch.randn(128, generator=draw).double()}
+    for _ in range(20):
+        gradient = {key: torch.randn(each.shape, generator=draw).double() for key, each in values.items()}
+        gradient["small"] /= 10
+        values = optimizer.step(values, gradient, rate=0.01)
+    assert sum(int(optimizer.decided_by_rounding(key).sum()) for key in values) < 20
 
 
 def test_a_row_is_one_sequence_or_one_for_each_branch() -> None:

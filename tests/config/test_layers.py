@@ -60,6 +60,10 @@ def test_a_later_name_of_an_optimizer_leaves_out_what_belongs_to_the_earlier_one
         section = load_config([file], overrides).learner.optimizer
         assert (section.betas, section.weight_decay, section.learning_rate) == ((0.9, 0.95), 0.0, 0.5)
         assert (section.name, section.options) == ("torch.optim:SGD", {"momentum": 0.9})
+    earlier = {"learner": {"optimizer": {"name": "mine:Other", "options": {"momentum": 0.9}}}}
+    one_option = ["learner.optimizer.options.nesterov=true", "learner.optimizer.name=torch.optim:SGD"]
+    for overrides in (one_option, one_option[::-1]):
+        assert load_config([earlier], overrides).learner.optimizer.options == {"nesterov": True}
     saved = {"learner": {"optimizer": section.model_dump(mode="json")}}
     again = load_config([saved, {"learner.optimizer.name": "torch.optim:SGD"}]).learner.optimizer
     assert again.options == {"momentum": 0.9}, "it is the same name"

@@ -186,6 +186,19 @@ def test_a_run_is_moved_aside_if_it_is_finished_or_has_no_checkpoint_or_a_new_on
         assert again.lineage == Lineage()
 
 
+def test_a_checkpoint_that_names_no_optimizer_has_the_state_of_adamw(tmp_path: Path) -> None:
+    first = interrupted(tmp_path, steps=5, saved=3)
+    with_name = verified(folder_of(first.checkpoints, 3))
+    settings = {key: value for key, value in with_name.settings.items() if key != "learner.optimizer.name"}
+    without = msgspec.structs.replace(with_name, version=Version(1, 4), settings=settings)
+    write(folder_of(first.checkpoints, 4), without, fill=lambda path: None)
+    with pytest.raises(ConfigError, match=r"optimizer\.name = torch\.optim:Adam, but .* has the state of adamw, "):
+        RunDir.create(config_in(tmp_path, learner={"optimizer": {"name": "torch.optim:Adam"}}))
+    with RunDir.create(config_in(tmp_path)) as run:
+        assert run.resumed is not None
+        assert run.resumed.step == 4
+
+
 def test_a_setting_that_must_stay_is_refused_with_both_values_and_changes_nothing(tmp_path: Path) -> None:
     first = interrupted(tmp_path, steps=5, saved=3)
     before = {path: path.read_bytes() for path in first.path.rglob("*") if path.is_file()}

@@ -349,6 +349,13 @@ def _faults(folder: Path, *, group: dist.ProcessGroup) -> dict[str, Any]:
     interrupted("disk full on rank 1", HostCopies, "write", full_on_rank_1)
     interrupted("between the renames", Path, "rename", all_but_the_new_weights)
 
+    local = Sharded(group=group, own="own_optimizers:LocalNorm").step()
+    found["numbers apart"] = _raised(lambda: local.save(folder / "numbers"))
+    if rank == 1:
+        del second.optimizer.state[second.model.norm]
+    found["names apart"] = _raised(lambda: second.save(folder / "names"))
+    second = Sharded(group=group, seed=2).step()
+
     path, errors = saved("one in the other"), []
     for weights, optimizer in (
         ("weights", "weights"),

@@ -2,6 +2,7 @@
 nothing."""
 
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,18 @@ def test_the_state_of_an_own_optimizer_is_that_of_the_checkpoint(folder: Path, s
                 else:
                     assert_reordered(found["after"][name], state, spread=2 * 16 * 2 * UNIT, name=name)
     assert {name for name in saved["saved"] if name.startswith("norm ")} == {"norm step", "norm sum"}
+
+
+def test_a_state_that_differs_between_the_ranks_is_refused_by_all_of_them(folder: Path) -> None:
+    for found in results(folder, "saved", 2):
+        name, text = found["faults"]["numbers apart"]
+        assert name == "CheckpointError"
+        assert re.match(
+            r"the optimizer's state has state\.\w+\.?\w*\.norm = [\d.]+ on rank 0 and [\d.]+ on rank 1, ", text
+        )
+        name, text = found["faults"]["names apart"]
+        assert name == "CheckpointError"
+        assert text.startswith("state.norm.exp_avg is a tensor of the checkpoint on rank 0, but not on rank 1; ")
 
 
 def test_the_state_of_another_optimizer_is_refused(folder: Path) -> None:

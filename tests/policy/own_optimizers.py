@@ -51,10 +51,86 @@ class CountsInItself(Counted):
         parameter.sub_(state["velocity"] * group["lr"] / self.calls)
 
 
+class ListsInItself(Counted):
+    """Its steps become smaller by the length of a list that is not in its state."""
+
+    def move(self, parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        self.rates = [*getattr(self, "rates", []), group["lr"]]
+        parameter.sub_(state["velocity"] * group["lr"] / len(self.rates))
+
+
 class CountsInItsGroup(Counted):
     def move(self, parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         group["calls"] = group.get("calls", 0) + 1
         parameter.sub_(state["velocity"] * group["lr"] / group["calls"])
+
+
+class ActsLater(Counted):
+    """Counts its steps in itself, and begins anew with each tenth step."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.calls = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        super().step(closure)
+        if self.calls % 10 == 9:
+            for state in self.state.values():
+                state["velocity"].zero_()
+
+
+class ActsLaterByItsGroup(Counted):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["calls"] = 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            group["calls"] += 1
+
+
+class SharedState(Counted):
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.state["norms"] = {"last": 1.0}
+
+
+class NotInitialized(torch.optim.Optimizer):
+    """Steps like SGD, and does not call the constructor of its base class."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        self.param_groups = [{"params": list(params), "lr": lr}]
+        self.state = {}  # type: ignore[assignment]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(self.param_groups[0]["lr"] * parameter.grad)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = None
+
+
+class LocalNorm(Counted):
+    """Keeps the norm of the gradient of a rank's own shard as a number."""
+
+    def move(self, parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().move(parameter, state, group)
+        gradient = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+        state["norm"] = float(gradient.norm())
+
+
+class MuchLater(Counted):
+    """Makes a part of its state in the third step, which is after all steps that are tried."""
+
+    def move(self, parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().move(parameter, state, group)
+        if state["steps"] == 3:
+            state["average"] = parameter.detach().clone()
 
 
 class Late(Counted):

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from asyncrl.config.load import load_config, parse_yaml
 from asyncrl.config.schema import OptimizerSection
 from asyncrl.errors import ConfigError
-from asyncrl.ranks.optimizer import adamw, make_optimizer, state_bytes, try_optimizer
+from asyncrl.ranks.optimizer import adamw, make_optimizer, state_bytes, try_optimizer, weight_decay_of
+from asyncrl.ranks.shard_files import SavedTensors
 from asyncrl.ranks.sharded_checkpoint import ShardedState
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -108,6 +109,7 @@ def own(name: str, **options: object) -> OptimizerSection:
         (own("torch.optim:Adagrad"), 4),
         (own("torch.optim:NAdam"), 8),
         (own("torch.optim:AdamW", betas=[0.8, 0.9], amsgrad=True), 12),
+        (own("torch.optim:AdamW", fused=True), 8),
         (own("Counted", momentum=0.2), 4),
     ],
     ids=lambda value: "" if isinstance(value, int) else f"{value.name} {value.options}",
@@ -133,8 +135,13 @@ REFUSED: dict[str, tuple[OptimizerSection, str]] = {
     "matrices only": (own("torch.optim:Muon"), "Muon only supports 2D parameters"),
     "rate not from the groups": (own("KeepsTheFirstRate"), "a step with the learning rate 0 changed the weights"),
     "moves nothing": (own("Still"), "a step did not change the weights"),
-    "state in itself": (own("CountsInItself"), "a new optimizer with the state of another one makes another step"),
-    "state in its groups": (own("CountsInItsGroup"), "a new optimizer with the state of another one makes another"),
+    "state in itself": (own("CountsInItself"), r"its steps changed self\.calls, which a checkpoint does not keep"),
+    "state in its groups": (own("CountsInItsGroup"), "its steps changed 'calls' of a parameter group, which"),
+    "a list in itself": (own("ListsInItself"), "a new optimizer with the state of another one makes another step"),
+    "a count that acts later": (own("ActsLater"), r"its steps changed self\.calls, which"),
+    "a count in its groups": (own("ActsLaterByItsGroup"), "its steps changed 'calls' of a parameter group, which"),
+    "state of no parameter": (own("SharedState"), "its state has the key 'norms', which is not a parameter"),
+    "not initialized": (own("NotInitialized"), r"needs super\(\).__init__\(params, defaults\), and it raised Attrib"),
     "late state": (own("Late"), "its second step made another state than its first one"),
     "precision": (own("Half"), "its state has 'low', which is a tensor of torch.bfloat16"),
     "a list": (own("Listed"), "its state has 'rates_so_far', which is a list"),
@@ -186,6 +193,39 @@ def test_an_own_optimizer_trains_the_trained_parameters_and_goes_on_from_a_check
     numbers = [[{k: v for k, v in each.items() if not isinstance(v, torch.Tensor)} for each in one] for one in states]
     assert numbers[0] == numbers[1]
     assert name != "Counted" or [each["steps"] for each in numbers[0]] == [5, 5, 5]
+
+
+@pytest.mark.parametrize(("group", "decay"), [({"weight_decay": 0.5}, 0.5), ({"weight_decay": None}, 0.0), ({}, 0.0)])
+def test_a_group_may_have_no_weight_decay(group: dict[str, float | None], decay: float) -> None:
+    optimizer = torch.optim.Optimizer([torch.nn.Parameter(torch.ones(2))], {"lr": 0.1, **group})
+    assert weight_decay_of(optimizer) == decay
+
+
+@pytest.mark.parametrize("name", ["adamw", "MuchLater"])
+def test_state_that_is_made_after_the_first_save_is_in_the_next_one(name: str, tmp_path: Path) -> None:
+    """Moments of AdamW are made with the first gradient of their tensor."""
+    trained, fresh = Trained(CPU), Trained(CPU)
+    section = SECTION if name == "adamw" else own(name)
+    if name != "adamw":
+        trained.optimizer = make_optimizer(trained.model, section, key=KEY, device=CPU)
+        trained.state = ShardedState(trained.model, trained.optimizer, group=_group(), saving=_group())
+    late = trained.model[2].bias
+    late.requires_grad_(name != "adamw")
+    trained.step(1)
+    late.requires_grad_(True)
+    names = []
+    for _ in range(2):
+        trained.state.stage(train_calls=2, optimizer=True)
+        trained.state.write(weights_path=tmp_path / "weights", optimizer_path=tmp_path / "optimizer")
+        names.append({*SavedTensors(tmp_path / "optimizer")})
+        trained.step(3)
+    added = {"state.2.bias.exp_avg", "state.2.bias.exp_avg_sq", "state.2.bias.step"}
+    if name == "adamw":
+        assert names[1] - names[0] == added
+        fresh.state.load(weights_path=tmp_path / "weights", optimizer_path=tmp_path / "optimizer")
+        assert float(fresh.optimizer.state[fresh.model[2].bias]["step"]) == 3
+    else:
+        assert names[1] - names[0] == {f"state.{of}.average" for of in ("0.weight", "2.weight", "2.bias")}
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
