@@ -342,9 +342,14 @@ class RunDir(RecordSink):
         stopped it."""
         if self._end[0] == "finished":
             return RunState.FINISHED
-        if self._restarts:
+        if self.starts_again:
             return RunState.STARTING
         return RunState.PREEMPTED if self._from_outside else RunState.STOPPED
+
+    @property
+    def starts_again(self) -> bool:
+        """Whether the run was asked to end so that it starts again."""
+        return self._restarts
 
     def finished(self, reason: str) -> None:
         """Sets the end to "finished" with a reason: an evaluation ended the run before its last step."""
