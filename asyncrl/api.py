@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from asyncrl.cli.preflight import checked_config, prepare
 from asyncrl.cli.start import join_admitted, run_both, shown_run
 from asyncrl.cli.terminal import print_warnings
+from asyncrl.common.roles import RunState
 from asyncrl.config.load import Layer
 from asyncrl.config.schema import Config
 from asyncrl.deployment.known_runs import newest_weights
@@ -60,7 +61,8 @@ def run(
     progress. A run of this name that did not finish is resumed from its newest checkpoint, unless `fresh` is True.
 
     Raises the error that ends the run: ConfigError and DatasetError before anything has started, RunError if this
-    process already uses Ray, and others of `asyncrl.errors` later. If a callback raises, or on Ctrl-C (in a notebook:
+    process already uses Ray, and others of `asyncrl.errors` later. Also raises RunError, with `restart_mends`, if a pod
+    of the learner that ends asked the run to start again. If a callback raises, or on Ctrl-C (in a notebook:
     "interrupt"), the run first ends cleanly and saves its weights; then the error is raised. A second Ctrl-C is raised
     at once, while the run ends in the background. In the main thread, SIGTERM without a handler counts as Ctrl-C.
 
@@ -84,6 +86,13 @@ def run(
         summary, interruption = attended_run(training, calls=calls, run_dir=run_dir)
     if interruption is not None:
         raise interruption
+    if run_dir.end is RunState.STARTING:
+        error = RunError(
+            "a pod of the learner that ends asked the run to save its weights and to start again: call asyncrl.run "
+            "again, which resumes it from its newest checkpoint"
+        )
+        error.restart_mends = True
+        raise error
     if summary is None:
         raise RunError(f"the run trained no step: see the logs in {run_dir.path / 'logs'} for the cause")
     weights = newest_weights(run_dir.path)

@@ -6,7 +6,7 @@
     gateway-NAME.log                           the gateway of a replica, with the name of the replica's process
     learner-rank-0.1.log  critic-rank-0.1.log  rank 0 of the model, in incarnation 1 of the run
     coordinator.log                            the buffer
-    reward.log                                 the lines that reward code prints in replicas
+    reward-HOST.log                            the lines that reward code prints in the replicas of a machine
 
 Only the learner makes the folder. Another process writes its file if the folder exists on its machine, because it runs
 on the learner's machine or `run.dir` is on a shared mount. Each line opens the file anew, so that lines go to the
@@ -44,13 +44,16 @@ def logs_folder(directory: Path) -> Path:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Appends a line to a log, to which other processes may append too.
+    """Appends a line to a log in a folder of a run's directory. Other processes of this machine may append to it too;
+    on a mount, lines of several machines would overwrite each other. Follows no link in place of the folder.
 
     A file of `LOG_BYTES` is renamed to `.1`, an older one to `.2`, and so on. `LOG_FILES` of them are kept. Raises
     FileNotFoundError if the folder of the log does not exist, and another OSError if the line cannot be written.
     """
     while True:
-        with opened_to_append(path, buffering=0) as file:  # one write, so lines of two processes do not mix
+        with opened_to_append(
+            path, inside=path.parent.parent, buffering=0
+        ) as file:  # one write, so lines of two processes do not mix
             if not _renamed_if_full(path, file):
                 file.write(line)
                 return

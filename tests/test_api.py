@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 import asyncrl
+from asyncrl import api
 from asyncrl.config.schema import Config
 from asyncrl.deployment.launch import attended_run, sigterm_interrupts
 from asyncrl.deployment.run_dir import RunDir
-from asyncrl.errors import ConfigError, StallError
+from asyncrl.errors import ConfigError, RunError, StallError
 
 pytestmark = pytest.mark.slow
 
@@ -175,6 +176,25 @@ def test_metrics_that_other_machines_can_reach_are_refused(host: str, tmp_path: 
     with pytest.raises(ConfigError, match=r"metrics\.host = .*other machines can reach it.*use `asyncrl up` instead"):
         asyncrl.run("quickstart", {"metrics.host": host})
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_was_asked_to_start_again_ends_with_an_error_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attend(training: Any, *, calls: Any, run_dir: RunDir) -> tuple[object, None]:
+        run_dir.asked_to_end("a pod of the learner that ends", restarts=True)
+        run_dir.stopped("after step 1 of 2")
+        return object(), None
+
+    config = Config.model_validate({"run": {"dir": tmp_path, "name": "test"}})
+    monkeypatch.setattr(api, "checked_config", lambda *_: (config, []))
+    monkeypatch.setattr(api, "prepare", lambda _: None)
+    monkeypatch.setattr(api, "use_ray_token", lambda **_: None)
+    monkeypatch.setattr(api, "_enter_ray", lambda _, choose: choose)
+    monkeypatch.setattr(api, "attended_run", attend)
+    with pytest.raises(RunError, match=r"call asyncrl\.run again") as ended:
+        asyncrl.run(config, progress=False)
+    assert ended.value.restart_mends
 
 
 @pytest.mark.parametrize("name", ["api_key", "password", "access_token"])

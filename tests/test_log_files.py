@@ -99,26 +99,26 @@ def test_a_log_of_several_processes_continues_in_a_new_file_and_old_files_are_de
 ) -> None:
     monkeypatch.setattr(log_files, "LOG_BYTES", 20)
     monkeypatch.setattr(log_files, "LOG_FILES", 2)
-    path = tmp_path / "reward.log"
+    path = tmp_path / "reward-h.log"
     for number in range(9):
         append_line(path, b"line %d abc\n" % number)
     assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == {
-        "reward.log": b"line 8 abc\n",
-        "reward.log.1": b"line 6 abc\nline 7 abc\n",
-        "reward.log.2": b"line 4 abc\nline 5 abc\n",
+        "reward-h.log": b"line 8 abc\n",
+        "reward-h.log.1": b"line 6 abc\nline 7 abc\n",
+        "reward-h.log.2": b"line 4 abc\nline 5 abc\n",
     }
 
 
 def test_a_full_log_is_renamed_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_files, "LOG_BYTES", 10)
-    path = tmp_path / "reward.log"
+    path = tmp_path / "reward-h.log"
     path.write_bytes(b"0123456789\n")
     with path.open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)  # another process is about to rename it
         append_line(path, b"meanwhile\n")
-        path.rename(tmp_path / "reward.log.1")
+        path.rename(tmp_path / "reward-h.log.1")
         append_line(path, b"new\n")
-    assert (tmp_path / "reward.log.1").read_bytes() == b"0123456789\nmeanwhile\n"
+    assert (tmp_path / "reward-h.log.1").read_bytes() == b"0123456789\nmeanwhile\n"
     assert path.read_bytes() == b"new\n"
 
     opened_to_append = log_files.opened_to_append
@@ -126,7 +126,7 @@ def test_a_full_log_is_renamed_only_once(tmp_path: Path, monkeypatch: pytest.Mon
     def renamed_by_another(opened: Path, **how: Any) -> Any:
         file = opened_to_append(opened, **how)
         if path.read_bytes() == b"0123456789":
-            path.rename(tmp_path / "reward.log.1")
+            path.rename(tmp_path / "reward-h.log.1")
             path.write_bytes(b"other\n")
         return file
 
@@ -164,6 +164,20 @@ def test_a_link_in_place_of_a_log_is_not_followed(tmp_path: Path) -> None:
     with LogFile(tmp_path / "a.log", form="text") as log:
         log.emit(record("secret"))
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_link_in_place_of_the_folder_of_logs_is_not_followed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other, run = tmp_path / "other" / "logs", tmp_path / "run"
+    other.mkdir(parents=True)
+    run.mkdir()
+    (run / "logs").symlink_to(other)
+    with LogFile(run / "logs" / "a.log", form="text") as log:
+        log.emit(record("secret"))
+    actor.RewardLog(run / "logs" / "reward-h.log", replica="a")("secret")
+    assert [*other.iterdir()] == []
+    assert caplog.text.count("is a symbolic link") == 2
 
 
 def replica(config: Config, logs: Path, monkeypatch: pytest.MonkeyPatch) -> object:
@@ -209,7 +223,7 @@ def gateway(config: Config, logs: Path, monkeypatch: pytest.MonkeyPatch) -> obje
         (gateway, "gateway-generator-a.2", {"role": "gateway", "replica": "generator-a.2"}),
     ],
 )
-def test_the_last_words_of_each_actor_are_in_a_file_of_its_own_with_who_says_them(
+def test_each_actor_logs_to_a_file_of_its_own_with_its_name_and_position(
     made: Callable[..., object], name: str, facts: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = Config.model_validate({"run": {"name": "quick", "log_format": "json"}})

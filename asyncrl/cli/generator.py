@@ -1,9 +1,10 @@
 """`asyncrl generator`: starts a generator deployment of a run on a running Ray cluster.
 
 All output goes to the log on stderr, so that progress and errors have one format. If the run's directory is on this
-machine, the log is there too.
+machine, the log is there too, from the admission to the run on.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -52,8 +53,14 @@ def generator(
     describe_process(run=config.run.name, role="generator")
     log = logs_folder(config.run.dir / config.run.name) / f"generator-{socket.gethostname()}-{os.getpid()}.log"
     form = config.run.log_format
-    with log_to(None, form=form), LogFile(log, form=form):
-        run = partial(run_generators, config, address=ray_address(config, address), prompts=prompts)
+    with log_to(None, form=form), contextlib.ExitStack() as after:
+        run = partial(
+            run_generators,
+            config,
+            address=ray_address(config, address),
+            prompts=prompts,
+            admitted=lambda: after.enter_context(LogFile(log, form=form)),
+        )
         state = run_until_done(run, asked=asked)
         logger.info("generators ended")
     if state is RunState.PREEMPTED or (state is None and signal.SIGTERM in signals):

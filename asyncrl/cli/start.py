@@ -440,10 +440,16 @@ async def run_learner(
 
 
 async def run_generators(
-    config: Config, stop: asyncio.Event, *, address: str, prompts: Prompts | None
+    config: Config,
+    stop: asyncio.Event,
+    *,
+    address: str,
+    prompts: Prompts | None,
+    admitted: Callable[[], object],
 ) -> RunState | None:
     """Joins the cluster at `address`, and runs a generator deployment there until `stop` is set or the run has ended.
-    Returns the run's last state; None if `stop` ended it. Raises the error with which the run refuses it."""
+    Calls `admitted` when the run does not refuse the deployment. Returns the run's last state; None if `stop` ended it.
+    Raises the error with which the run refuses it."""
     logger.info("importing Ray")
     from asyncrl.deployment.cluster import join, joined_address
     from asyncrl.deployment.pool import GeneratorDeployment
@@ -454,6 +460,7 @@ async def run_generators(
         join(address, namespace=config.run.name, folder=config.run.dir)
         await check_stop(stop)
         await check_admission(config, role=Role.GENERATOR)
+        admitted()
         replicas = config.generator.replicas
         logger.info("run %s on Ray at %s: starting %d replicas", config.run.name, joined_address(), replicas)
         async with Inputs(config, loaded=prompts) as inputs:

@@ -231,7 +231,8 @@ async def train_all(
             await processes.close()
     if ending.asked.is_set():
         say("the sweep was asked to end; the same command continues it")
-        raise typer.Exit(INTERRUPTED if ending.at_once else PREEMPTED if ending.by is signal.SIGTERM else 0)
+        in_order = PREEMPTED if ending.by is signal.SIGTERM else 1 if failed else 0
+        raise typer.Exit(INTERRUPTED if ending.at_once else in_order)
     return failed
 
 

@@ -172,7 +172,8 @@ class TinyModelSection(Section):
 
     seed: NonNegativeInt = 0
     """Seed of the initial weights, of the warm-up batches, and of the tasks of the warm-up if the environment makes
-    them. `run.seed` does not change the model, so the seeds of a sweep begin with the same one."""
+    them. `run.seed` does not change the model, so the seeds of a sweep begin with the same one. The tasks of the
+    warm-up may include held-out prompts of the run."""
     hidden_size: PositiveInt = 128
     """Hidden size of the model."""
     layers: PositiveInt = 3

@@ -213,9 +213,10 @@ class LearnerDeployment:
 
     def _may_evaluate(self) -> bool:
         """Returns whether the last weights may be evaluated after the request to end: the run has held-out prompts,
-        this process has trained a step, and step and save are expected to leave time of the grace."""
+        this process has trained a step, the run does not start again, and step and save are expected to leave time of
+        the grace."""
         heldout = self._training.heldout
-        if heldout is None or not heldout.wanted or not self._run_dir.steps_written:
+        if heldout is None or not heldout.wanted or not self._run_dir.steps_written or self._run_dir.starts_again:
             return False
         return self._grace_left_s() > 0 and self._short_grace() is None
 

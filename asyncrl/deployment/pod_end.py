@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[at
 from ray.exceptions import RayError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from asyncrl.common.names import COORDINATOR, REPLICAS
+from asyncrl.common.names import REPLICAS
 from asyncrl.deployment.shared_actors import ask_to_end
 from asyncrl.errors import CallTimeout
 
@@ -52,31 +52,34 @@ def stop_jobs(client: JobSubmissionClient, *, sleep: Callable[[float], object] =
 
 def restart_runs(
     node: str,
-    runs: Sequence[str],
     *,
     table: Table,
+    namespaces: Callable[[], Mapping[str, str]],
     ask: Callable[[str], object],
     sleep: Callable[[float], object] = time.sleep,
 ) -> list[str]:
-    """Asks the learner of each run to save its weights and to start again, and waits until the ranks on a Ray node have
-    ended. Returns the names of the runs; none if no actor lives on the node, as before the start of a run.
+    """Asks the learner of each run with ranks on a Ray node to save its weights and to start again, and waits until
+    these ranks have ended. Returns the names of the runs.
 
     `ask` returns when the learner of a run has left, and raises CallTimeout if the run does not answer. `table` returns
-    Ray's table of actors.
+    Ray's table of actors, `namespaces` the namespace of each of Ray's jobs, which is the name of the job's run. The row
+    of an actor has its job, but no namespace.
     """
-    found = {id: row["ActorClassName"] for id, row in table().items() if _on(row, node)}
-    if not found:
+    ranks = {id: row["JobID"] for id, row in table().items() if row["ActorClassName"] == RANK and _on(row, node)}
+    if not ranks:
         return []
+    known = namespaces()
+    runs = sorted({known[job] for job in ranks.values()})
     for run in runs:
         while True:
-            with contextlib.suppress(CallTimeout):  # the run's buffer may be busy: only its answer says that it knows
+            # The run's buffer may be busy: a timeout does not show whether the run has received the request.
+            with contextlib.suppress(CallTimeout):
                 ask(run)
                 break
             sleep(POLL_S)
-    ranks = {id for id, kind in found.items() if kind == RANK}
     while any(_on(row, node) for id, row in table().items() if id in ranks):
         sleep(POLL_S)
-    return [*runs]
+    return runs
 
 
 def drain_replicas(
@@ -112,15 +115,25 @@ def named_replica(name: str) -> Any:
 
 
 def close_own_node() -> str:
-    """Joins the cluster, and makes Ray place no new actors on the node of this pod: what is started again must not come
-    back to it. Returns the id of the node."""
+    """Joins the cluster, and makes Ray place no new actors on the node of this pod: restarted actors must not be placed
+    on it. Returns the id of the node."""
     ray.init(address="auto", log_to_driver=False)
-    context = ray.get_runtime_context()
-    node = str(context.get_node_id())
-    ray._raylet.GcsClient(address=context.gcs_address).drain_node(  # type: ignore[attr-defined]  # a Cython class
-        node, DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"), "the pod ends", 0
-    )
+    node = str(ray.get_runtime_context().get_node_id())
+    _gcs().drain_node(node, DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"), "the pod ends", 0)
     return node
+
+
+def job_namespaces() -> dict[str, str]:
+    """Returns the namespace of each job of the joined cluster, by the job's id."""
+    jobs = _gcs().get_all_job_info(skip_submission_job_info_field=True, skip_is_running_tasks_field=True)
+    return {job.hex(): info.config.ray_namespace for job, info in jobs.items()}
+
+
+def _gcs() -> Any:
+    """Returns a client of the joined cluster's head."""
+    return ray._raylet.GcsClient(  # type: ignore[attr-defined]  # a Cython class
+        address=ray.get_runtime_context().gcs_address
+    )
 
 
 def main(arguments: list[str]) -> int:
@@ -130,10 +143,8 @@ def main(arguments: list[str]) -> int:
             # KubeRay sets FQ_RAY_IP to the host name of the head in the pods of workers.
             ended = stop_jobs(JobSubmissionClient(f"http://{os.environ.get('FQ_RAY_IP', '127.0.0.1')}:8265"))
         elif arguments == ["learner"]:
-            node, ask = close_own_node(), partial(ask_to_end, grace_s=math.inf, restart=True)
-            named = ray.util.list_named_actors(all_namespaces=True)
-            runs = [each["namespace"] for each in named if each["name"] == COORDINATOR]
-            ended = restart_runs(node, runs, table=ray._private.state.actors, ask=ask)
+            ask = partial(ask_to_end, grace_s=math.inf, restart=True)
+            ended = restart_runs(close_own_node(), table=ray._private.state.actors, namespaces=job_namespaces, ask=ask)
         elif arguments == ["replicas"]:
             ended = drain_replicas(close_own_node(), table=ray._private.state.actors, actor=named_replica)
         else:

@@ -97,7 +97,7 @@ class GeneratorActor:
         hide_secrets(config.environment, secrets.environment)
         log = self._started.enter_context(LogFile(logs / f"replica-{self._name}.log", form=config.run.log_format))
         timeout_s, patience_s = config.buffer.call_timeout_s, config.run.stall_timeout_s
-        reward_log = RewardLog(logs / "reward.log", replica=self._name)
+        reward_log = RewardLog(logs / f"reward-{socket.gethostname()}.log", replica=self._name)
         scorer = PartScorers(all_configs(config), secrets=secrets, output=reward_log)
         self._started.push_async_callback(scorer.close)
         scorer_started = asyncio.create_task(scorer.start())
@@ -233,12 +233,13 @@ class GeneratorActor:
         describe_process(run=config.run.name)
 
 
-# Writes the lines that reward code prints to `logs/reward.log` in the run's directory.
+# Writes the lines that reward code prints to `logs/reward-HOST.log` in the run's directory.
 
 
 class RewardLog:
-    """Appends lines to `path`, to which all replicas write. If the folder of `path` does not exist on this node, logs
-    the lines instead."""
+    """Appends lines to `path`, to which all replicas of this machine write. If the folder of `path` does not exist on
+    this node, logs the lines instead. A call may block, as a disk or a mount does: the reader of each scoring process
+    calls it in a thread of its own."""
 
     def __init__(self, path: Path, *, replica: str) -> None:
         self._path = path

@@ -102,6 +102,9 @@ def _actors(worker: type[RankWorker[Any]], config: Config, placement: Any) -> li
         env |= KEPT_MEMORY
         # otherwise torch's CUDA build would make its default device mesh of GPUs that the ranks did not request
         env["CUDA_VISIBLE_DEVICES"] = ""
+    incarnation = fact("incarnation")  # of the learner's process, which starts the ranks
+    # An audit, or a loop of one's own, does not have the directory that config.yaml names, so it must not write there.
+    logs = None if incarnation is None else logs_folder(config.run.dir / config.run.name)
     actor = ray.remote(concurrency_groups={SENDING: 1, SAVING: 1})(RankActor)  # type: ignore[call-overload]
     return [
         actor.options(
@@ -117,8 +120,8 @@ def _actors(worker: type[RankWorker[Any]], config: Config, placement: Any) -> li
             rank=rank,
             world_size=learner.ranks,
             config=config,
-            incarnation=fact("incarnation"),  # of the learner's process, which starts the ranks
-            logs=logs_folder(config.run.dir / config.run.name),
+            incarnation=incarnation,
+            logs=logs,
         )
         for rank, bundle in enumerate(order)
     ]

@@ -169,6 +169,14 @@ def test_show_has_all_axes_of_the_objective_in_a_comment_of_the_section(loss: st
     assert "    aggregation: prompt_mean" in comments
 
 
+def test_show_prints_a_configuration_with_wrong_axes_and_a_warning() -> None:
+    result = runner.invoke(app, ["config", "show", "algorithm.loss=gspo", "algorithm.overrides.surrogate.hi=-1"])
+    assert result.exit_code == 0
+    assert yaml.safe_load(result.stdout)["algorithm"]["overrides"] == {"surrogate": {"hi": -1}}
+    assert "All axes" not in result.stdout
+    assert "the comment with the axes of the objective is left out: " in result.stderr
+
+
 def test_show_has_no_axes_for_a_loss_of_the_user() -> None:
     result = runner.invoke(app, ["config", "show", "algorithm.loss=mine:loss"])
     assert result.exit_code == 0

@@ -188,7 +188,7 @@ def test_runs_train_beside_each_other(in_tmp_path: None) -> None:
 
 @pytest.mark.parametrize(
     ("number", "code", "expected"),
-    [(signal.SIGTERM, 76, 76), (signal.SIGINT, 0, 0), (signal.SIGINT, 1, 0), (signal.SIGTERM, 130, 130)],
+    [(signal.SIGTERM, 76, 76), (signal.SIGINT, 0, 0), (signal.SIGINT, 1, 1), (signal.SIGTERM, 130, 130)],
 )
 def test_a_signal_ends_the_process_in_order_and_starts_no_other(
     in_tmp_path: None, number: signal.Signals, code: int, expected: int

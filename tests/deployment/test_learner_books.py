@@ -649,7 +649,9 @@ HELDOUT: Any = SimpleNamespace(wanted=True)
 NO_HELDOUT: Any = SimpleNamespace(wanted=False)
 
 
-async def freed(folder: Path, *, heldout: Any = HELDOUT, step_s: float = 1.0, **run_section: Any) -> list[str]:
+async def freed(
+    folder: Path, *, heldout: Any = HELDOUT, step_s: float = 1.0, restarts: bool = False, **run_section: Any
+) -> list[str]:
     """Asks a run to end during its first step. Returns in order when its engines are free and when it was trained."""
     config = config_in(folder, run={"shutdown_grace_s": 2 * LEAVE_S} | run_section)
     stop, happened = asyncio.Event(), list[str]()
@@ -657,6 +659,7 @@ async def freed(folder: Path, *, heldout: Any = HELDOUT, step_s: float = 1.0, **
     async def step_and_save(training: Training) -> RunTotals:
         training.checkpoints, training.heldout = checkpoints_in(run, Saved()), heldout
         await records(make_step(0, duration_s=step_s))(training)
+        run.asked_to_end("a pod", restarts=restarts)
         stop.set()
         for _ in range(100):
             await asyncio.sleep(0)
@@ -694,8 +697,16 @@ async def test_engines_stay_for_the_evaluation_of_the_last_weights_and_are_free_
         {"step_s": 2 * LEAVE_S},
         {"shutdown_grace_s": LEAVE_S},
         {"mirror": "memory://quick"},
+        {"restarts": True},
     ],
-    ids=["ranks start", "no held-out prompts", "a step that is too long", "a grace that is too short", "a mirror"],
+    ids=[
+        "ranks start",
+        "no held-out prompts",
+        "a step that is too long",
+        "a grace that is too short",
+        "a mirror",
+        "a restart",
+    ],
 )
 async def test_engines_are_free_at_the_request_to_end_if_no_evaluation_is_possible(
     options: dict[str, Any], tmp_path: Path

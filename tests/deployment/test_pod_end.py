@@ -42,8 +42,10 @@ def test_the_command_waits_until_the_running_job_has_ended_and_leaves_ended_ones
     assert len(slept) == 3
 
 
-def row(name: str, *, kind: str = "GeneratorActor", node: str = "n1", state: str = "ALIVE") -> dict[str, Any]:
-    return {"Name": name, "ActorClassName": kind, "State": state, "Address": {"NodeID": node}}
+def row(
+    name: str, *, kind: str = "GeneratorActor", node: str = "n1", state: str = "ALIVE", job: str = "01000000"
+) -> dict[str, Any]:
+    return {"Name": name, "ActorClassName": kind, "State": state, "Address": {"NodeID": node}, "JobID": job}
 
 
 def test_the_replicas_of_the_node_are_drained_and_the_command_waits_for_their_actors() -> None:
@@ -67,25 +69,30 @@ def test_the_replicas_of_the_node_are_drained_and_the_command_waits_for_their_ac
     assert len(slept) == 2
 
 
-def test_the_runs_are_asked_to_restart_and_the_command_waits_for_the_ranks_on_the_node() -> None:
+NAMESPACES = {"01000000": "math", "02000000": "code", "03000000": "elsewhere"}
+
+
+def test_the_runs_of_the_node_are_asked_to_restart_and_the_command_waits_for_their_ranks() -> None:
     table = {
-        "1": row("", kind="RankActor"), "2": row("", kind="RankActor", node="n2"), "3": row("", kind="JobSupervisor"),
+        "1": row("", kind="RankActor"), "2": row("", kind="RankActor", node="n2", job="03000000"),
+        "3": row("", kind="RankActor", job="02000000"), "4": row("", kind="JobSupervisor", job="03000000"),
     }  # fmt: skip
     asked: list[str] = []
     slept: list[float] = []
 
     def ask(run: str) -> None:
         asked.append(run)
-        if asked == ["math"]:
+        if asked == ["code", "math"]:
             raise CallTimeout("its buffer is busy")
 
     def sleep(seconds: float) -> None:
         slept.append(seconds)
         if len(slept) == 3:
-            table["1"] = row("", kind="RankActor", state="DEAD")
+            table["1"] = table["3"] = row("", kind="RankActor", state="DEAD")
 
-    assert pod_end.restart_runs("n1", ["math", "code"], table=lambda: table, ask=ask, sleep=sleep) == ["math", "code"]
-    assert asked == ["math", "math", "code"]
+    ended = pod_end.restart_runs("n1", table=lambda: table, namespaces=lambda: NAMESPACES, ask=ask, sleep=sleep)
+    assert ended == ["code", "math"]
+    assert asked == ["code", "math", "math"]
     assert len(slept) == 3
 
 
@@ -93,10 +100,12 @@ def test_the_classes_in_rays_table_have_the_names_of_the_actors() -> None:
     assert (RankActor.__name__, GeneratorActor.__name__) == (pod_end.RANK, pod_end.REPLICA)
 
 
-def test_a_pod_of_the_learner_without_actors_restarts_no_run() -> None:
-    table = {"1": row("", kind="RankActor", node="n2"), "2": row("", kind="RankActor", state="DEAD")}
+def test_a_pod_of_the_learner_without_ranks_restarts_no_run() -> None:
+    table = {
+        "1": row("", kind="RankActor", node="n2"), "2": row("", kind="RankActor", state="DEAD"), "3": row("other"),
+    }  # fmt: skip
     asked: list[str] = []
-    assert pod_end.restart_runs("n1", ["math"], table=lambda: table, ask=asked.append) == []
+    assert pod_end.restart_runs("n1", table=lambda: table, namespaces=lambda: NAMESPACES, ask=asked.append) == []
     assert asked == []
 
 

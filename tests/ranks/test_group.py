@@ -1,15 +1,18 @@
 """Starting ranks without a running Ray."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
+from asyncrl import shown_text
 from asyncrl.config.schema import Config
 from asyncrl.errors import RunError
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks.group import RankGroup, place_ranks
+from asyncrl.shown_text import describe_process
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +36,30 @@ class Rank:
     def remote(self, *, rank: int, **_: Any) -> "Rank":
         self._bundles[rank] = self._bundle
         return self
+
+
+def test_ranks_log_to_the_directory_of_a_run_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An audit reads `run.dir` from a config.yaml that another person may have written. That folder may be of another
+    run."""
+    given = list[dict[str, Any]]()
+
+    class Noted(Rank):
+        def remote(self, **options: Any) -> Rank:
+            given.append(options)
+            return self
+
+    nodes = {"bundles_to_node_id": {0: "n1"}}
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray.util, "placement_group", lambda *_, **__: SimpleNamespace(wait=lambda timeout_s: True))
+    monkeypatch.setattr(ray.util, "placement_group_table", lambda group: nodes)
+    monkeypatch.setattr(ray, "remote", lambda **_: lambda _: Noted({}))
+    config = Config.model_validate({"run": {"dir": tmp_path, "name": "mine"}})
+    monkeypatch.setattr(shown_text, "_facts", {})
+    place_ranks(PolicyWorker, config)
+    describe_process(incarnation=2)
+    place_ranks(PolicyWorker, config)
+    found = [(each["incarnation"], each["logs"]) for each in given]
+    assert found == [(None, None), (2, tmp_path / "mine" / "logs")]
 
 
 @pytest.mark.parametrize("shards", [2, None])
