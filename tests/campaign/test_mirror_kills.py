@@ -1,11 +1,8 @@
 """A learner is killed at random moments while it sends to its mirror, and each time its machine is lost: the run goes
 on from the mirror alone, and no step before its checkpoint is lost or there twice.
 
-The process trains nothing. `KILLS=3` in the environment makes fewer kills. `MIRROR_URL=s3://bucket/kills` is another
-storage than a folder; it must be empty. A server of moto on this machine is one:
-
-    moto_server -p 5777
-    AWS_ENDPOINT_URL=http://127.0.0.1:5777 AWS_ACCESS_KEY_ID=a AWS_SECRET_ACCESS_KEY=b MIRROR_URL=s3://bucket/kills ...
+The process trains nothing, so its kills are cheap: `test_killed_uploads.py` kills a real run. `KILLS=3` in the
+environment makes fewer kills.
 """
 
 import os
@@ -19,6 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
+from s3_server import BUCKET
 
 from asyncrl.checkpoints.directory import complete_steps, folder_of, verified
 from asyncrl.deployment.fetching import fetched
@@ -53,8 +51,17 @@ def kill_one(folder: Path, url: str, *, after_s: float = 0.0, beyond: int = -1) 
         assert process.wait(120) == -signal.SIGKILL
 
 
-def test_a_run_goes_on_from_its_mirror_alone_after_each_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    url = os.environ.get("MIRROR_URL", f"file://{tmp_path}/mirror")
+@pytest.fixture(params=["file", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "file":
+        return f"file://{tmp_path}/mirror"
+    request.getfixturevalue("s3")
+    return f"s3://{BUCKET}/kills"
+
+
+def test_a_run_goes_on_from_its_mirror_alone_after_each_kill(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen = random.Random(7)
     newest = 0
     (tmp_path / "machine-0").mkdir()

@@ -7,11 +7,9 @@ was normal. `TRIES=5` in the environment tries each way to stop a run five times
 
 import json
 import os
-import random
 import re
 import secrets
 import signal
-import string
 import subprocess
 import sys
 import time
@@ -26,26 +24,13 @@ import pytest
 import yaml
 from kills import name_of
 from listening_sockets import COLLECTIVES, Listener, NodeListener, documented, documented_on_nodes
+from small_run import SETTINGS, made_model, model_at
 from two_machines import REPOSITORY, Command, Machine, Switch, two_machines, why_not
 
 from asyncrl.checkpoints.directory import CHECKPOINTS, complete_steps
 from asyncrl.cli.restarts import RESTART_MENDS
 from asyncrl.errors import PREEMPTED
 
-SETTINGS = (
-    "model.max_length=64",
-    "generator.kv_cache_gib=0.25",
-    "generator.max_concurrent_groups=8",
-    "generator.max_completion_tokens=10",
-    "learner.groups_per_step=4",
-    "learner.group_size=4",
-    "learner.total_steps=1000000",
-    "learner.optimizer.warmup_steps=0",
-    "environment.reward=exact_match",
-    "data.dataset=jsonl",  # reading questions is faster than making them
-    "eval.prompts=0",
-    "run.shutdown_grace_s=60",
-)
 POOLS = ("learner.node_labels={pool: learner}", "generator.node_labels={pool: generator}")
 NODE = ("--num-cpus=4", f"--object-store-memory={2**29}")
 READY_S = 400.0
@@ -123,26 +108,9 @@ class Cluster:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def model_at(path: Path) -> list[str]:
-    """Returns the overrides for a model of the quickstart at `path`, and for its questions, which are beside it."""
-    return [f"model.path={path}", "model.tiny.warmup_steps=20", f"data.path={path.with_name('questions.jsonl')}"]
-
-
-def write_questions(path: Path) -> None:
-    """Writes questions of the quickstart: words of four letters, which are to be spelled backward."""
-    drawn = random.Random(0)
-    words = {"".join(drawn.choices(string.ascii_lowercase, k=4)) for _ in range(4000)}
-    rows = ({"prompt": word, "answer": word[::-1], "word": word} for word in sorted(words))
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "speller"
-    write_questions(path.with_name("questions.jsonl"))
-    words = ["-m", "asyncrl", "model", "-c", "quickstart", *SETTINGS, *model_at(path)]
-    subprocess.run([sys.executable, *words], check=True, cwd=REPOSITORY)
-    return path
+    return made_model(tmp_path_factory.mktemp("models") / "speller")
 
 
 @pytest.fixture
