@@ -28,7 +28,6 @@ class Worker:
     section = "learner"
 
     def __init__(self, *, config: Any, **_: Any) -> None:
-        os.environ["ACCELERATE_USE_FSDP"] = "true"
         self.config, self.model = config, Model()
 
     def seed(self) -> int:
@@ -37,9 +36,13 @@ class Worker:
     def close(self) -> None: ...
 
 
-def test_a_rank_that_has_rested_has_only_a_worker_of_the_next_run_and_the_variables_of_its_start() -> None:
+def test_a_rank_that_has_rested_has_only_a_worker_of_the_next_run_and_the_variables_of_its_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
     before = dict(os.environ)
     with rank_of(Worker, load_config([], ["run.seed=3"])) as actor:
+        os.environ["ACCELERATE_USE_FSDP"] = "true"  # as accelerate does
         actor.close()
         actor.rest()
         assert dict(os.environ) == before
