@@ -197,8 +197,10 @@ def coordinator(config: Config, logs: Path, _: pytest.MonkeyPatch) -> object:
     return CoordinatorActor(config, [Task(question="1", prompt="1", answer="")], logs)
 
 
-def rank(config: Config, logs: Path, _: pytest.MonkeyPatch) -> object:
-    made = RankActor(worker=PolicyWorker, rank=3, world_size=4, config=config, incarnation=2, logs=logs)
+def rank(config: Config, logs: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    made = RankActor(worker=PolicyWorker, rank=3, world_size=4)
+    monkeypatch.setattr(made, "node_address", lambda: "127.0.0.1")
+    made.begin(config, incarnation=2, logs=logs)
     made._step = 5
     return made
 

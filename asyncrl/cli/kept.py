@@ -1,4 +1,5 @@
-"""A process that trains several runs of a sweep. Its imports, its Ray and its engines stay between two runs.
+"""A process that trains several runs of a sweep. Its imports, its Ray, its engines and the processes of its ranks stay
+between two runs.
 
 `asyncrl sweep` gives the process one end of a socket. When a run has finished in order, the process writes the exit
 code to the socket and waits for the command of the next run. It ends after any other run, and when the sweep closes its
@@ -53,6 +54,8 @@ class KeptProcess:
     replicas: list[Any] = field(default_factory=list)
     """The replicas (`asyncrl.deployment.pool.Replica`) of the last run, whose engines wait for the next run. Nothing
     that this module imports may import Ray, because every command imports this module."""
+    ranks: list[Any] = field(default_factory=list)
+    """The ranks (`asyncrl.ranks.group.PlacedRanks`) of the last run, whose processes wait for the next run."""
 
     def __post_init__(self) -> None:
         self._ray: Any = None

@@ -383,7 +383,12 @@ async def _run_both(
         await check_stop(stop)
         screen.starting(config, "importing the learner")
         learner_deployment = parts.new_learner(
-            config, run_dir=run_dir, model_path=inputs.learner_model, prompts=inputs.prompts, screen=screen
+            config,
+            run_dir=run_dir,
+            model_path=inputs.learner_model,
+            prompts=inputs.prompts,
+            screen=screen,
+            kept=None if KEPT is None else KEPT.ranks,
         )
         learner = await closing.enter_async_context(running(learner_deployment.run(stop), name="learner"))
         # After a request to end, the engines stay until the learner has evaluated its last weights.

@@ -1,8 +1,9 @@
 """The processes that train the runs of a sweep. A process may train several runs, one after the other.
 
-A run goes to the process of a finished run if their settings are equal as far as Ray and engines depend on them
-(`kept_for`). Otherwise that process ends first, so that its devices are free, and the run gets a new one. If a process
-dies with a later run, or ends it with an error that a restart may fix, the run goes to a new process, which resumes it.
+A run goes to the process of a finished run if their settings are equal as far as Ray, engines and the processes of
+ranks depend on them (`kept_for`). Otherwise that process ends first, so that its devices are free, and the run gets a
+new one. If a process dies with a later run, or ends it with an error that a restart may fix, the run goes to a new
+process, which resumes it.
 """
 
 import asyncio
@@ -45,8 +46,8 @@ MAY_DIFFER = (
     "staleness",
     "witness",
 )
-"""Settings, and sections of settings, in which two runs of one process may differ: neither Ray nor an engine depends on
-them. Every other setting must be equal."""
+"""Settings, and sections of settings, in which two runs of one process may differ: Ray, an engine and the process of a
+rank do not depend on them. Every other setting must be equal."""
 END_S = 60.0
 """Longest wait for the end of a process that gets no other run, seconds. Then it is killed."""
 LAST_WORDS_S = 1.0

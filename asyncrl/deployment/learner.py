@@ -43,6 +43,7 @@ from asyncrl.metrics.discovery import Target, process_target, ray_targets, targe
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.server import MetricsServer
 from asyncrl.metrics.states import StateClock
+from asyncrl.ranks.group import PlacedRanks
 from asyncrl.shown_text import describe_process, redacted
 from asyncrl.views.setting import usable_cores
 
@@ -54,6 +55,9 @@ class LearnerDeployment:
 
     `supervised` returns whether the learner's process is started again after an error that a restart may fix. The
     generators then stay in the run. `new_training` makes the training of the run.
+
+    `kept` has the ranks of an earlier run of this process, and gets those of this run when it has finished. If it is
+    None, the ranks end with the run.
 
     If the run is asked to end, `engines_free` returns when the engines of the run may end. After a request to end, the
     run needs them only for the evaluation of its last weights.
@@ -69,6 +73,7 @@ class LearnerDeployment:
         screen: Screen,
         supervised: Callable[[], bool] = lambda: False,
         cluster: JoinedCluster = JOINED,
+        kept: list[PlacedRanks] | None = None,
         new_training: Callable[..., Training] = Training,
     ) -> None:
         self._config = config
@@ -97,7 +102,9 @@ class LearnerDeployment:
             metrics=self._metrics,
             states=self._states,
             grace_left_s=self._grace_left_s,
+            kept=[] if kept is None else kept,
         )
+        self._may_keep = kept is not None
         self._trained, self._engines_end = asyncio.Event(), False
         self._failure = ""
         """The error that ended the run; empty if it ended without one."""
@@ -111,7 +118,10 @@ class LearnerDeployment:
         # last. Each step of closing takes place even if an earlier one fails.
         async with AsyncExitStack() as serving, AsyncExitStack() as ranks, AsyncExitStack() as entered:
             try:
-                return await self._run(stop, serving=serving, ranks=ranks, entered=entered)
+                summary = await self._run(stop, serving=serving, ranks=ranks, entered=entered)
+                finished = self._run_dir.end is RunState.FINISHED and not stop.is_set()
+                self._training.keeps = self._may_keep and summary is not None and finished
+                return summary
             except Stopped:
                 self._run_dir.stopped()
                 return None

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from asyncrl.learner.trained_prompts import TrainedPrompts
 from asyncrl.metrics.recorders import LearnerMetrics
 from asyncrl.metrics.states import StateClock
 from asyncrl.policy.tq_policy import TQPolicy
+from asyncrl.ranks.group import PlacedRanks, RankGroup
 from asyncrl.value.lm_value import critic_config
 from asyncrl.value.tq_value import TQValue
 from asyncrl.weights.manifest import Manifest, layout
@@ -47,7 +49,8 @@ from asyncrl.weights.transports.of_config import transport_of
 @dataclass(kw_only=True)
 class Training:
     """`run` trains the run once. `sinks` get its records, in this order. `grace_left_s` is that of
-    `HeldoutEvaluation`. `new_policy` builds the policy, whose ranks have not started yet."""
+    `HeldoutEvaluation`. `kept` has the ranks of an earlier run of this process, and gets those of this run if it
+    `keeps` them. `new_policy` builds the policy, whose ranks have not started yet."""
 
     config: Config
     run_dir: RunDir
@@ -57,11 +60,14 @@ class Training:
     metrics: LearnerMetrics
     states: StateClock
     grace_left_s: Callable[[], float]
+    kept: list[PlacedRanks] = field(default_factory=list)
     new_policy: Callable[..., TQPolicy] = TQPolicy
     checkpoints: Checkpoints | None = field(default=None, init=False)
     """The checkpoints of the run; None until its ranks have started."""
     heldout: HeldoutEvaluation | None = field(default=None, init=False)
     """The evaluations of the run; None until its ranks have started."""
+    keeps: bool = field(default=False, init=False)
+    """Whether the ranks go into `kept`, because the run has finished."""
 
     def __post_init__(self) -> None:
         self._transport = transport_of(self.config, nonce=self.run_dir.nonce)
@@ -80,12 +86,15 @@ class Training:
         that they have published."""
         config, own = self.config, handles.lineage.incarnation
         ranks.push_async_callback(asyncio.to_thread, self._transport.delete, lambda version: version.incarnation == own)
-        policy = self.new_policy(config, model_path=model_path, dp_cfg=config.data_plane, dp_client=client)
-        ranks.push_async_callback(asyncio.to_thread, policy.shutdown)
+        make_ranks = partial(RankGroup, kept=self.kept)
+        policy = self.new_policy(
+            config, model_path=model_path, dp_cfg=config.data_plane, dp_client=client, make_ranks=make_ranks
+        )
+        ranks.push_async_callback(self._end, policy)
         critic: TQValue | None = None
         if config.critic is not None:
-            critic = TQValue(critic_config(config), model_path=model_path)
-            ranks.push_async_callback(asyncio.to_thread, critic.shutdown)
+            critic = TQValue(critic_config(config), model_path=model_path, make_ranks=make_ranks)
+            ranks.push_async_callback(self._end, critic)
         self.display.enter("loading the tokenizer")
         tokenizer = load_tokenizer(model_path, chat=config.data.chat, chat_options=config.data.chat_options)
         fingerprint = tokenizer_fingerprint(tokenizer)
@@ -98,6 +107,9 @@ class Training:
             await unless_stopped(stop, asyncio.to_thread(critic.start))
         rows = Rows(config, client=client)
         return await self._trained(handles, policy, critic, rows, prompts, tokenizer, stop)
+
+    async def _end(self, model: TQPolicy | TQValue) -> None:
+        await asyncio.to_thread(model.shutdown, keep=self.keeps)
 
     def _record_data(self, prompts: Prompts, tokenizer: Any) -> None:
         """Writes data.json and prints its lines, with the first prompt as the model gets it."""

@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch.distributed.distributed_c10d import Store
@@ -97,3 +97,4 @@ def forget_accelerator() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()

@@ -6,6 +6,7 @@ import gc
 import math
 import os
 import socket
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
@@ -19,11 +20,12 @@ from asyncrl.common.imports import uncollected
 from asyncrl.config.schema import Config
 from asyncrl.data.batched_data_dict import BatchedDataDict
 from asyncrl.data_plane.interfaces import KVBatchMeta
-from asyncrl.errors import REFUSALS
+from asyncrl.errors import REFUSALS, RunError
 from asyncrl.log_files import LogFile
 from asyncrl.shown_text import describe_process, log_to_stderr
 
 with uncollected():  # these import torch and transformers
+    import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from asyncrl.ranks.named_rows import FetchedRows
@@ -38,10 +40,9 @@ call."""
 
 
 class RankActor:
-    """The process of one rank. Call `node_address` on all ranks, `open_rendezvous` on rank 0, `setup` on all. After
-    that, other methods may be called, on all ranks. `setup` makes an object of the class `worker`, and its access to
-    named `rows` if the calls have named rows. The log of this process has the `incarnation` of the run, and is also
-    written to the folder `logs`, if there is one.
+    """The process of one rank. Call `begin` on all ranks, `open_rendezvous` on rank 0, `setup` on all. After that,
+    other methods may be called, on all ranks. `setup` makes an object of the class `worker`, and its access to named
+    `rows` if the calls have named rows. After `close` on all ranks and `rest` on all, `begin` begins another run.
 
     A call has a function, whose first argument is the worker: a method of the worker's class, or a function of another
     layer that reads the rank's model."""
@@ -52,28 +53,36 @@ class RankActor:
         worker: type[RankWorker[Any]],
         rank: int,
         world_size: int,
-        config: Config,
         rows: Callable[[RankWorker[Any], Config], FetchedRows] = FetchedRows,
-        incarnation: object = None,
-        logs: Path | None = None,
     ) -> None:
         gc.freeze()  # Python's garbage collector must not scan the imported modules again and again
-        self._kind, self._rank, self._world_size, self._config = worker, rank, world_size, config
+        self._kind, self._rank, self._world_size = worker, rank, world_size
         self._kind_of_rows = rows
+        self._environment = dict(os.environ)
+        self._config: Config
         self._store: TCPStore | None = None
         self._worker: RankWorker[Any] | None = None
         self._rows: FetchedRows | None = None
         self._step: int | None = None
-        log_to_stderr(config.run.log_format)
-        describe_process(
-            run=config.run.name, role=worker.section, rank=rank, incarnation=incarnation, step=lambda: self._step
-        )
-        if logs is not None:
-            LogFile(logs / f"{worker.section}-rank-{rank}.{incarnation}.log", form=config.run.log_format)
+        self._log: LogFile | None = None
 
     def __repr__(self) -> str:
         """Ray puts this name before the lines of the rank's log. It also asks for it before `__init__` is called."""
         return f"{self._kind.section} rank {self._rank}" if hasattr(self, "_kind") else type(self).__name__
+
+    def begin(self, config: Config, *, incarnation: object = None, logs: Path | None = None) -> str:
+        """Begins a run. The process is new, or has rested. Returns the address of its node.
+
+        The log of this process has the `incarnation` of the run, and is also written to the folder `logs`, if there is
+        one.
+        """
+        self._config, self._step = config, None
+        section, rank = self._kind.section, self._rank
+        log_to_stderr(config.run.log_format)
+        describe_process(run=config.run.name, role=section, rank=rank, incarnation=incarnation, step=lambda: self._step)
+        if logs is not None:
+            self._log = LogFile(logs / f"{section}-rank-{rank}.{incarnation}.log", form=config.run.log_format)
+        return self.node_address()
 
     def node_address(self) -> str:
         return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
@@ -148,6 +157,29 @@ class RankActor:
     def close(self) -> None:
         if self._worker is not None:
             self._worker.close()
+
+    def rest(self) -> None:
+        """Drops all state of the run, after `close` on all ranks. Only the process and its imported modules stay.
+
+        Raises RunError if the worker, its model or its optimizer is still in use, for example by a delivery that has
+        not ended. Then this process must end.
+        """
+        parts = (self._worker, getattr(self._worker, "model", None), getattr(self._worker, "optimizer", None))
+        dropped = [weakref.ref(part) for part in parts if part is not None]
+        del parts
+        self._worker = self._rows = self._store = None
+        gc.collect()
+        if any(part() is not None for part in dropped):
+            raise RunError(f"{self!r} is still in use, so its process cannot be that of another run")
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()  # other processes may use this memory meanwhile
+            torch.cuda.reset_peak_memory_stats()
+        # transformers loads models as the variables say that accelerate has set, and `setup` keeps those that are set
+        os.environ.clear()
+        os.environ.update(self._environment)
 
     def _opened(self, shared: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
         """Returns the objects of these references, loaded on all ranks or on none.

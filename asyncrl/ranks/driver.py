@@ -244,10 +244,11 @@ class RankDriver(Generic[WorkerT]):
         optimizer = None if optimizer_path is None else _absolute(optimizer_path)
         self.ranks.call(self._worker.load_checkpoint, _absolute(weights_path), optimizer)
 
-    def shutdown(self) -> bool:
+    def shutdown(self, *, keep: bool = False) -> bool:
+        """Ends the ranks, or keeps their processes (`RankGroup.shutdown`)."""
         if self._rows_if_any is not None:
             self._rows_if_any.close()
-        return self._group.shutdown()
+        return self._group.shutdown(keep=keep)
 
     # -- passes over rows ----------------------------------------------------------------------------------------
 

@@ -51,10 +51,12 @@ CLOSE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class PlacedRanks:
-    """The actors of a model's ranks, in rank order, and the placement group with their resources."""
+    """The actors of a model's ranks, in rank order, and the placement group with their resources. `fixed` is what a run
+    cannot change in their processes (`fixed_at_start`)."""
 
     actors: Sequence[Any]
     placement: Any
+    fixed: tuple[Any, ...] = ()
 
     def kill(self) -> None:
         """Ends the processes of the ranks."""
@@ -64,6 +66,13 @@ class PlacedRanks:
     def release(self) -> None:
         """Removes the placement group, so that Ray can use its resources again."""
         ray.util.remove_placement_group(self.placement)
+
+
+def fixed_at_start(worker: type[RankWorker[Any]], config: Config) -> tuple[Any, ...]:
+    """Returns what is fixed when the processes of these ranks start: a run may take over ranks for which it is
+    equal."""
+    learner = config.learner
+    return (worker, learner.ranks, learner.shards, learner.cpus, learner.gpus, learner.node_labels, _variables(config))
 
 
 def place_ranks(worker: type[RankWorker[Any]], config: Config) -> PlacedRanks:
@@ -84,7 +93,7 @@ def place_ranks(worker: type[RankWorker[Any]], config: Config) -> PlacedRanks:
                 f"Ray has no room for {learner.ranks} {worker.section} ranks ({worker.section}.ranks) of {bundle} each "
                 f"({worker.section}.cpus, {worker.section}.gpus) within ray.placement_timeout_s={timeout_s}{there}"
             )
-        return PlacedRanks(_actors(worker, config, placement), placement)
+        return PlacedRanks(_actors(worker, config, placement), placement, fixed_at_start(worker, config))
     except BaseException:
         ray.util.remove_placement_group(placement)
         raise
@@ -97,34 +106,30 @@ def _actors(worker: type[RankWorker[Any]], config: Config, placement: Any) -> li
     order = rank_order([nodes[bundle] for bundle in range(learner.ranks)], shards=learner.shards or learner.ranks)
     if worker.section == "learner":  # the warning names learner.shards, and the section critic has no such key
         _warn_of_spanning([nodes[bundle] for bundle in order], shards=learner.shards)
-    env = {"OMP_NUM_THREADS": str(learner.threads), "TOKENIZERS_PARALLELISM": "false"}
-    if not learner.gpus:
-        env |= KEPT_MEMORY
-        # otherwise torch's CUDA build would make its default device mesh of GPUs that the ranks did not request
-        env["CUDA_VISIBLE_DEVICES"] = ""
-    incarnation = fact("incarnation")  # of the learner's process, which starts the ranks
-    # An audit, or a loop of one's own, does not have the directory that config.yaml names, so it must not write there.
-    logs = None if incarnation is None else logs_folder(config.run.dir / config.run.name)
     actor = ray.remote(concurrency_groups={SENDING: 1, SAVING: 1})(RankActor)  # type: ignore[call-overload]
     return [
         actor.options(
             num_cpus=learner.cpus,
             num_gpus=learner.gpus,
             max_restarts=0,
-            runtime_env={"env_vars": env},
+            runtime_env={"env_vars": _variables(config)},
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=placement, placement_group_bundle_index=bundle
             ),
-        ).remote(
-            worker=worker,
-            rank=rank,
-            world_size=learner.ranks,
-            config=config,
-            incarnation=incarnation,
-            logs=logs,
-        )
+        ).remote(worker=worker, rank=rank, world_size=learner.ranks)
         for rank, bundle in enumerate(order)
     ]
+
+
+def _variables(config: Config) -> dict[str, str]:
+    """Returns the environment variables of a rank's process."""
+    learner = config.learner
+    env = {"OMP_NUM_THREADS": str(learner.threads), "TOKENIZERS_PARALLELISM": "false"}
+    if not learner.gpus:
+        env |= KEPT_MEMORY
+        # otherwise torch's CUDA build would make its default device mesh of GPUs that the ranks did not request
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    return env
 
 
 def _warn_of_spanning(nodes: Sequence[str], *, shards: int | None) -> None:
@@ -143,8 +148,9 @@ class RankGroup(Generic[WorkerT]):
     Calls block, except `launch`. Several threads may call. A call takes a function whose first argument is the rank's
     worker, and its further arguments: `ranks.call(PolicyWorker.load_checkpoint, path)`. The ranks must be able to
     import it. With `named_rows`, each rank also has a data-plane client, and a call may pass the names of its rows.
-    `place` makes the actors. If only broken connections are known, a call waits `grace_s` seconds for the error of the
-    rank that caused them.
+    `kept` has ranks of an earlier run of this process, which `start` takes over if they fit, and gets those that
+    `shutdown` keeps. `place` makes new actors. If only broken connections are known, a call waits `grace_s` seconds for
+    the error of the rank that caused them.
     """
 
     def __init__(
@@ -154,6 +160,7 @@ class RankGroup(Generic[WorkerT]):
         *,
         model_path: str,
         named_rows: bool = False,
+        kept: list[PlacedRanks] | None = None,
         place: Callable[[type[RankWorker[Any]], Config], PlacedRanks] = place_ranks,
         grace_s: float = FIRST_CAUSE_GRACE_S,
     ) -> None:
@@ -161,6 +168,7 @@ class RankGroup(Generic[WorkerT]):
         self._config = config
         self._model_path = model_path
         self._named_rows = named_rows
+        self._kept = [] if kept is None else kept
         self._place = place
         self._grace_s = grace_s
         self._placed: PlacedRanks | None = None
@@ -175,7 +183,7 @@ class RankGroup(Generic[WorkerT]):
         return self._config.learner.ranks
 
     def start(self) -> None:
-        """Places the ranks and loads the model.
+        """Places the ranks, or takes over those that an earlier run has kept, and loads the model.
 
         Raises PlacementError if Ray has no resources within `ray.placement_timeout_s`. Raises RunError if a rank fails
         or takes longer than `learner.startup_timeout_s`. In both cases no rank and no placement group is left. Also
@@ -184,14 +192,17 @@ class RankGroup(Generic[WorkerT]):
         if self._placed is not None:
             raise RunError(f"the {self._worker.section}'s ranks are already started: call shutdown() first")
         try:
-            self._placed = self._place(self._worker, self._config)
+            placed = self._taken_over() or self._place(self._worker, self._config)
         except PlacementError:
             self.begun = True  # the next call does not wait for resources again
             raise
-        self.begun = True
-        self._ranks = list(self._placed.actors)
+        self.begun, self._placed, self._ranks = True, placed, list(placed.actors)
+        run = self._config.run
+        incarnation = fact("incarnation")  # of the learner's process, which starts the ranks
+        # An audit, or a loop of one's own, does not have the directory that config.yaml names, so it writes none there.
+        logs = None if incarnation is None else logs_folder(run.dir / run.name)
         try:
-            addresses = self._all("node_address")
+            addresses = self._all("begin", config=self._config, incarnation=incarnation, logs=logs)
             host = LOOPBACK if len(set(addresses)) == 1 else addresses[0]
             rendezvous = [self._ranks[0].open_rendezvous.remote(host)]
             [port] = self._wait(rendezvous, what="open_rendezvous", knob=STARTUP)
@@ -199,6 +210,23 @@ class RankGroup(Generic[WorkerT]):
         except BaseException:
             self.shutdown()
             raise
+
+    def _taken_over(self) -> PlacedRanks | None:
+        """Returns kept ranks that fit and live; None if there are none. Ends others of this worker, so that their
+        resources are free."""
+        section, fixed = self._worker.section, fixed_at_start(self._worker, self._config)
+        for placed in [each for each in self._kept if each.fixed[0] is self._worker]:
+            self._kept.remove(placed)
+            problem = "they were started for other settings"
+            if placed.fixed == fixed:
+                problem = _problem([rank.node_address.remote().future() for rank in placed.actors])
+            if not problem:
+                logger.info("the %s takes over the ranks of the run before this one", section)
+                return placed
+            logger.warning("the %s gets new ranks, and those of the run before this one end: %s", section, problem)
+            placed.kill()
+            placed.release()
+        return None
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -293,19 +321,31 @@ class RankGroup(Generic[WorkerT]):
             raise _Unfinished(f"{self._worker.section} ranks {unfinished} did not finish {name}")
         return [answer.result() for answer in answers]
 
-    def shutdown(self) -> bool:
+    def shutdown(self, *, keep: bool = False) -> bool:
         """Ends every rank. Idempotent. A rank that is already dead does not cause an error. Returns True if all ranks
-        left their process group within `CLOSE_TIMEOUT_S` and without an error."""
+        left their process group within `CLOSE_TIMEOUT_S` and without an error.
+
+        With `keep`, ranks that are in order go into `kept` instead: their processes stay, without anything of this run.
+        """
         self.begun = True
         ranks, self._ranks, self._ended_by = self._ranks, [], None
-        answers = [rank.close.remote().future() for rank in ranks]
-        done, late = concurrent.futures.wait(answers, timeout=CLOSE_TIMEOUT_S)
-        in_order = not late and all(answer.exception() is None for answer in done)
+        in_order = not _problem([rank.close.remote().future() for rank in ranks])
         if self._placed is not None:
-            self._placed.kill()
-            self._placed.release()
+            if not (keep and ranks and in_order and self._rests(self._placed)):
+                self._placed.kill()
+                self._placed.release()
             self._placed = None
         return in_order
+
+    def _rests(self, placed: PlacedRanks) -> bool:
+        """Lets ranks that have closed drop everything of this run, and puts them into `kept`. Returns False if a rank
+        cannot."""
+        if problem := _problem([rank.rest.remote().future() for rank in placed.actors]):
+            logger.warning("the ranks of the %s are not kept for the next run: %s", self._worker.section, problem)
+            return False
+        logger.info("the ranks of the %s are kept for the next run", self._worker.section)
+        self._kept.append(placed)
+        return True
 
     # -- all ranks fail together ---------------------------------------------------------------------------------
 
@@ -360,6 +400,14 @@ class RankGroup(Generic[WorkerT]):
         raise kind(
             f"the {section} has no ranks: they were ended after a call had failed ({self._ended_by}); {again}"
         ) from self._ended_by
+
+
+def _problem(answers: Sequence["concurrent.futures.Future[Any]"]) -> str:
+    """Waits for these calls, one to each rank. Returns why they did not all end within `CLOSE_TIMEOUT_S` and without an
+    error; "" if they did."""
+    _, late = concurrent.futures.wait(answers, timeout=CLOSE_TIMEOUT_S)
+    errors = [str(error) for error in _failures(answers).values()]
+    return errors[0] if errors else f"a rank did not answer within {CLOSE_TIMEOUT_S:g} s" if late else ""
 
 
 class _Unfinished(Exception):

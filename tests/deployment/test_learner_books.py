@@ -166,6 +166,28 @@ async def test_a_run_whose_steps_were_all_skipped_has_no_summary(config: Config)
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("end", ["finished", "failed", "asked to end", "of no sweep"])
+async def test_ranks_are_kept_for_the_next_run_only_if_this_one_has_finished(end: str, tmp_path: Path) -> None:
+    config = config_in(tmp_path, learner={"total_steps": 1})  # asked to end in the last step, a run is not stopped
+    stop, kept, trainings = asyncio.Event(), list[Any](), list[Training]()
+
+    async def train(training: Training) -> RunTotals:
+        trainings.append(training)
+        if end == "failed":
+            raise StallError("nothing moves")
+        if end == "asked to end":
+            stop.set()
+        return await records(make_step(0))(training)
+
+    keeps: list[bool] = []
+    with RunDir.create(config) as run, contextlib.suppress(StallError):
+        options = {} if end == "of no sweep" else {"kept": kept}
+        deployment = deployed(run, config, train=train, ended=lambda: keeps.append(trainings[0].keeps), **options)
+        await deployment.run(stop)
+    assert keeps == [end == "finished"], "when the ranks end"
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("steps", "saved_before", "saves"),
     [

@@ -41,8 +41,8 @@ class FakePolicy:
         self.built = arguments
         return self
 
-    def shutdown(self) -> None:
-        self.ended = True
+    def shutdown(self, *, keep: bool) -> None:
+        self.ended = not keep
 
 
 def deployed(

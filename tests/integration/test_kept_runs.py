@@ -1,9 +1,11 @@
-"""The second run of a sweep, with the Ray and the engine of the first one, trains what a run with new ones trains, bit
-for bit, and passes the audit. Nothing else of the first run lives when the second one trains."""
+"""The second run of a sweep, with the Ray, the engine and the rank's process of the first one, trains what a run with
+new ones trains, bit for bit, and passes the audit. Nothing else of the first run lives when the second one trains."""
 
+import asyncio
 import json
 import os
 import re
+import signal
 import sys
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,6 +15,9 @@ from typing import Any
 import psutil
 import pytest
 from conftest import QUICKSTART, Command, in_this_process, small_overrides
+
+from asyncrl.cli.kept import Ended
+from asyncrl.cli.sweep_processes import TrainingProcess
 
 pytestmark = [pytest.mark.integration, pytest.mark.campaign, pytest.mark.timeout(900)]
 
@@ -27,7 +32,7 @@ SYNCHRONOUS = [
 IMPORTS = {"PYTHONPATH": os.pathsep.join(sys.path)}
 FIRST, SECOND = "loss-tis", "loss-opsm"
 STAYS = re.compile(
-    r"gcs_server|raylet|ray::\w*Agent|/ray/.*agent|ray::IDLE|ray::GeneratorActor|VLLM::EngineCore|resource_tracker"
+    r"gcs_server|raylet|ray::\w*Agent|/ray/.*agent|ray::IDLE|ray::(Generator|Rank)Actor|VLLM::EngineCore|resource_tracker"
 )
 """Commands of the processes that may be older than the run that trains, besides the command of the run itself."""
 
@@ -93,17 +98,19 @@ def weights(run: Path) -> bytes:
     return path.read_bytes()
 
 
-def test_both_runs_have_one_process_and_one_engine_and_the_second_one_has_taken_them_over(found: Found) -> None:
+def test_both_runs_have_one_process_one_engine_and_one_rank(found: Found) -> None:
     pids = [json.loads((run / "run.json").read_bytes())["pid"] for run in (found.first, found.second)]
     assert pids[0] == pids[1]
     log = (found.second / "logs" / "up-0.log").read_text()
     assert "has taken over the engine of the run before this one" in log
+    assert "the learner takes over the ranks of the run before this one" in log
     assert any("VLLM::EngineCore" in command for command in found.older)
 
 
 def test_nothing_else_of_the_first_run_lives(found: Found) -> None:
     assert [command for command in found.older if not STAYS.search(command)] == []
-    assert sum("ray::GeneratorActor" in command for command in found.older) == 1
+    for actor in ("ray::GeneratorActor", "ray::RankActor"):
+        assert sum(actor in command for command in found.older) == 1
 
 
 def test_it_trains_what_a_run_with_a_new_engine_trains(found: Found) -> None:
@@ -117,3 +124,27 @@ def test_it_trains_what_a_run_with_a_new_engine_trains(found: Found) -> None:
 def test_its_audit_passes(found: Found) -> None:
     for run in (found.first, found.second):
         in_this_process("audit", str(run))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_an_engine_and_a_rank_at_rest_end_with_their_process(
+    number: signal.Signals, model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", IMPORTS["PYTHONPATH"])
+    overrides = [*small_overrides(model_path), *SYNCHRONOUS, f"run.dir={tmp_path}", "run.name=rests"]
+    command = [sys.executable, "-m", "asyncrl", "up", "-c", str(QUICKSTART), *overrides]
+    training = await TrainingProcess.start(command, log=tmp_path / "rests.log")
+    try:
+        async with asyncio.timeout(600):
+            assert await training.ended() == Ended(0, waits=True), (tmp_path / "rests.log").read_text()[-4000:]
+        below = psutil.Process(training.process.pid).children(recursive=True)
+        resting = [" ".join(process.cmdline()) for process in below]
+        assert all(any(name in each for each in resting) for name in ("ray::RankActor", "VLLM::EngineCore"))
+        training.process.send_signal(number)
+        await training.process.wait()
+        assert psutil.wait_procs(below, timeout=300)[1] == [], "Ray's own agents are the last, after a minute"
+    finally:
+        training.writer.close()
+        if training.process.returncode is None:
+            training.process.kill()

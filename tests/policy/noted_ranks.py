@@ -47,7 +47,7 @@ class NotedRanks:
         self.begun = True
         self.starts += 1
 
-    def shutdown(self) -> bool:
+    def shutdown(self, *, keep: bool = False) -> bool:
         self.calls.append(("shutdown", [], {}))
         return True
 

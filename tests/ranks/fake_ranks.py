@@ -33,13 +33,15 @@ class Method:
     def __init__(self, outcome: Any, *, lane: str | None = None) -> None:
         self._outcome, self._lane = outcome, lane
         self.calls: list[tuple[Any, ...]] = []
+        self.named: list[dict[str, Any]] = []
 
     def options(self, *, concurrency_group: str) -> "Method":
         assert concurrency_group == self._lane
         return self
 
-    def remote(self, *call: Any, **_: Any) -> Call:
+    def remote(self, *call: Any, **named: Any) -> Call:
         self.calls.append(call)
+        self.named.append(named)
         return Call(self._outcome)
 
 
@@ -47,8 +49,8 @@ class Rank:
     """Replaces the handle of a rank that has started, and whose calls all have the same outcome."""
 
     def __init__(self, outcome: Any, *, lane: str = SAVING) -> None:
-        self.node_address, self.open_rendezvous, self.setup = Method(LOOPBACK), Method(1), Method("done")
-        self.close = Method("done")
+        self.begin, self.open_rendezvous, self.setup = Method(LOOPBACK), Method(1), Method("done")
+        self.node_address, self.close, self.rest = Method(LOOPBACK), Method("done"), Method("done")
         self.call, self.attempt = Method(outcome), Method(outcome, lane=lane)
 
 
@@ -76,8 +78,9 @@ def rank_of(
     """Yields the only rank of a model, with the worker that `worker` makes and this access to named rows."""
     kind: Any = worker
     kind.section = getattr(worker, "section", "learner")
-    actor = RankActor(worker=kind, rank=0, world_size=1, config=config or Config(), rows=lambda *_: rows)
+    actor = RankActor(worker=kind, rank=0, world_size=1, rows=lambda *_: rows)
     with patch.dict(os.environ):
+        actor.begin(config or Config())
         port = actor.open_rendezvous(LOOPBACK)
         actor.setup(model_path=model, host=LOOPBACK, port=port, named_rows=rows is not None)
     try:

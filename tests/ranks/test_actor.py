@@ -116,7 +116,7 @@ def test_a_line_of_a_json_log_has_the_rank_and_the_step_that_it_trains(rank: tup
 
 
 def test_ray_names_the_rank_in_its_log() -> None:
-    assert repr(RankActor(worker=PolicyWorker, rank=0, world_size=1, config=Config())) == "learner rank 0"
+    assert repr(RankActor(worker=PolicyWorker, rank=0, world_size=1)) == "learner rank 0"
     assert repr(RankActor.__new__(RankActor)) == "RankActor", "Ray asks before __init__ is called"
 
 
@@ -129,7 +129,8 @@ def test_a_rank_connects_through_the_interface_of_its_node_unless_the_user_has_s
     """The host's name may lead to 127.0.1.1, and the first interface may be one of Docker."""
     interfaces = {name: {each.address for each in found} for name, found in psutil.net_if_addrs().items()}
     expected = socket_interfaces(node=LOOPBACK, rendezvous=LOOPBACK, interfaces=interfaces)
-    actor = OnLoopback(worker=Worker, rank=0, world_size=1, config=Config())  # type: ignore[arg-type]
+    actor = OnLoopback(worker=Worker, rank=0, world_size=1)  # type: ignore[arg-type]
+    actor.begin(Config())
     with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "eth3"}):
         os.environ.pop("NCCL_SOCKET_IFNAME", None)
         actor.setup(model_path="model", host=LOOPBACK, port=actor.open_rendezvous(LOOPBACK), named_rows=False)

@@ -4,8 +4,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fake_ranks
 import pytest
 import ray
+from fake_ranks import started
 
 from asyncrl import shown_text
 from asyncrl.config.schema import Config
@@ -41,24 +43,13 @@ class Rank:
 def test_ranks_log_to_the_directory_of_a_run_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An audit reads `run.dir` from a config.yaml that another person may have written. That folder may be of another
     run."""
-    given = list[dict[str, Any]]()
-
-    class Noted(Rank):
-        def remote(self, **options: Any) -> Rank:
-            given.append(options)
-            return self
-
-    nodes = {"bundles_to_node_id": {0: "n1"}}
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(ray.util, "placement_group", lambda *_, **__: SimpleNamespace(wait=lambda timeout_s: True))
-    monkeypatch.setattr(ray.util, "placement_group_table", lambda group: nodes)
-    monkeypatch.setattr(ray, "remote", lambda **_: lambda _: Noted({}))
     config = Config.model_validate({"run": {"dir": tmp_path, "name": "mine"}})
     monkeypatch.setattr(shown_text, "_facts", {})
-    place_ranks(PolicyWorker, config)
+    rank = fake_ranks.Rank("done")
+    started(rank, config=config)
     describe_process(incarnation=2)
-    place_ranks(PolicyWorker, config)
-    found = [(each["incarnation"], each["logs"]) for each in given]
+    started(rank, config=config)
+    found = [(each["incarnation"], each["logs"]) for each in rank.begin.named]
     assert found == [(None, None), (2, tmp_path / "mine" / "logs")]
 
 

@@ -104,7 +104,7 @@ class Remote:
 
     def __init__(self, actor: RankActor) -> None:
         self._actor = actor
-        self.node_address, self.open_rendezvous, self.setup = Method(LOOPBACK), Method(1), Method("done")
+        self.begin, self.open_rendezvous, self.setup = Method(LOOPBACK), Method(1), Method("done")
 
     def __getattr__(self, name: str) -> Any:
         def remote(*args: Any) -> Any:
