@@ -108,6 +108,17 @@ def sigterm_ends() -> None:
     signal.signal(signal.SIGTERM, ends)
 
 
+def sigterm_kills() -> None:
+    """Makes SIGTERM kill this process as without a handler, and the parent process then starts no other child."""
+
+    def ends(number: int, _: FrameType | None) -> None:
+        starts_no_other()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, ends)
+
+
 def supervise() -> None:
     """Returns in a child process, which runs the command. This process waits for it and then exits with its exit code.
 

@@ -152,7 +152,7 @@ def run_in_terminal(
             )
         finally:
             if KEPT is None:  # the run has ended, so the exit code of `sigterm_ends` would be wrong from now on
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                restarts.sigterm_kills()
             if run_dir.asked and not run_dir.starts_again:  # by `asyncrl down` on another machine, too
                 restarts.starts_no_other()
     if KEPT is not None:
@@ -272,6 +272,7 @@ def reported_run(
         # After the directory is closed, the report is written first, because it needs the end in run.json. Then the
         # mirror gets it. The log is closed last, because it gets the errors of both.
         describe_process(run=config.run.name, role=role, incarnation=run_dir.lineage.incarnation, step=None)
+        after.callback(describe_process, incarnation=None)  # ranks of a later loop of one's own do not log to this run
         after.enter_context(log_to(run_dir.log_path(role, 0), form=config.run.log_format))
         after.enter_context(mirrored(config, run_dir))
         after.callback(_write_report, run_dir.path)

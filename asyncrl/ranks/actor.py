@@ -27,6 +27,7 @@ from asyncrl.shown_text import describe_process, log_to_stderr
 with uncollected():  # these import torch and transformers
     import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     from asyncrl.ranks.named_rows import FetchedRows
     from asyncrl.ranks.worker import RankWorker
@@ -168,6 +169,7 @@ class RankActor:
         dropped = [weakref.ref(part) for part in parts if part is not None]
         del parts
         self._worker = self._rows = self._store = None
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # its entries have the device mesh of the run
         gc.collect()
         if any(part() is not None for part in dropped):
             raise RunError(f"{self!r} is still in use, so its process cannot be that of another run")
@@ -178,8 +180,10 @@ class RankActor:
             torch.cuda.empty_cache()  # other processes may use this memory meanwhile
             torch.cuda.reset_peak_memory_stats()
         # transformers loads models as the variables say that accelerate has set, and `setup` keeps those that are set
-        os.environ.clear()
-        os.environ.update(self._environment)
+        for name in os.environ.keys() - self._environment.keys():
+            del os.environ[name]
+        # not all variables at once: Ray's threads may read one meanwhile
+        os.environ.update({name: value for name, value in self._environment.items() if os.environ.get(name) != value})
 
     def _opened(self, shared: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
         """Returns the objects of these references, loaded on all ranks or on none.

@@ -113,11 +113,10 @@ class ShardedState:
         if optimizer:
             # An optimizer without state is not saved: SGD without momentum never has a state. To save one that has no
             # state yet, DCP would make an optimizer step, and AdamW's bias correction would count this step
-            has_moments = bool(self.optimizer.state)
+            has_moments = self._has_moments()
             if has_moments:
-                moments = self._moments()
-                self._check_numbers(moments)
-                self._copy(self._moment_copies, moments)
+                self.check_numbers()
+                self._copy(self._moment_copies, self._moments())
             generators = tuple(gather_objects(_generators(), group=self.group))
             self._staged = _Training(train_calls=train_calls, has_moments=has_moments, generators=generators)
 
@@ -125,15 +124,26 @@ class ShardedState:
         copies.plan(tensors, group=self.group)
         on_all_ranks(lambda: copies.take(tensors), group=self.group)
 
-    def _check_numbers(self, moments: Tensors) -> None:
+    def _has_moments(self) -> bool:
+        """Returns whether the optimizer has a state. Raises CheckpointError on all ranks if only some have one. A
+        collective."""
+        has = gather_objects(bool(self.optimizer.state), group=self.group)
+        if any(has) and not all(has):
+            raise CheckpointError(
+                f"the optimizer has no state on rank {has.index(False)}, and one on other ranks; let each "
+                "parameter have a state after the first step, also for an empty shard"
+            )
+        return all(has)
+
+    def check_numbers(self) -> None:
         """Raises CheckpointError on all ranks if a number of an optimizer of the user's own differs between the ranks:
         a checkpoint has one number for all of them. The numbers of AdamW are counts of steps. A collective."""
-        if type(self.optimizer) is torch.optim.AdamW:
+        if type(self.optimizer) is torch.optim.AdamW or not self._has_moments():
             return
         # as text, because NaN differs from itself
         own = {
             name: str(value.item())
-            for name, value in moments.items()
+            for name, value in self._moments().items()
             if not isinstance(value, DTensor) and value.ndim == 0
         }
         first, *others = gather_objects(own, group=self.group)

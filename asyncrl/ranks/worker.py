@@ -376,6 +376,8 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
                 self.optimizer.step()
                 self._updates += 1
                 self._optimizer_steps += 1
+                if self._updates == 1:
+                    self._state.check_numbers()  # before hours of training that no checkpoint could keep
                 if witness is not None:
                     witness.compare_elements(norm=grad_norm)
             self.optimizer.zero_grad()

@@ -1,6 +1,7 @@
 """The report says how a run ended, for every kind of end."""
 
 import asyncio
+import os
 import re
 import signal
 import time
@@ -138,10 +139,16 @@ def test_a_run_that_was_asked_to_restart_is_started_again_and_another_that_was_a
     try:
         with pytest.raises(typer.Exit) as ended:
             start.run_in_terminal(config_in(tmp_path), None, command="up", address=None, again=["up"])
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "the run has ended"
+        assert (ended.value.exit_code, len(kept)) == (code, no_other)
+        killed: list[tuple[int, int]] = []
+        monkeypatch.setattr(restarts.os, "kill", lambda pid, number: killed.append((pid, number)))
+        on_sigterm = signal.getsignal(signal.SIGTERM)
+        assert callable(on_sigterm)
+        on_sigterm(signal.SIGTERM, None)  # now that the run has ended
+        assert (killed, len(kept)) == ([(os.getpid(), signal.SIGTERM)], no_other + 1)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert (ended.value.exit_code, len(kept)) == (code, no_other)
 
 
 @pytest.mark.parametrize(("asked", "no_other"), [({"restarts": True}, 0), ({}, 1)])
