@@ -191,7 +191,7 @@ def test_a_silent_replica_that_is_being_started_again_does_not_come_back() -> No
     assert state_of(fleet, "a") is ReplicaState.RESTARTING
 
 
-def test_a_replica_that_left_is_refused_for_good() -> None:
+def test_a_replica_that_left_is_refused_unless_its_deployment_starts_it_again() -> None:
     fleet = fleet_of(Clock())
     fleet.heartbeat("a", has_weights=True)
     fleet.retire("a")
@@ -200,6 +200,18 @@ def test_a_replica_that_left_is_refused_for_good() -> None:
         assert fleet.refusal(actor) is Refusal.QUARANTINED
         assert not fleet.heartbeat(actor, has_weights=True)
         assert not fleet.quarantine(actor, Cause.OTHER, "")
+
+
+def test_a_replica_that_the_end_of_a_pod_drained_is_started_again_by_its_deployment() -> None:
+    fleet = fleet_of(Clock())
+    fleet.heartbeat("a", has_weights=True)
+    fleet.retire("a")
+    fleet.restarting("a", Cause.OTHER, "its rollout loop returned without an error")
+    assert state_of(fleet, "a") is ReplicaState.RESTARTING
+    assert fleet.refusal("a") is Refusal.QUARANTINED
+    assert fleet.heartbeat("a.2", has_weights=True)
+    assert state_of(fleet, "a") is ReplicaState.HEALTHY
+    assert fleet.refusal("a.2") is None
 
 
 def test_an_actor_that_dies_before_its_first_heartbeat_is_restarted_too() -> None:

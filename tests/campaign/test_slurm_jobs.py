@@ -135,7 +135,8 @@ def test_the_time_limit_loses_no_step_and_the_job_resumes(jobs: Jobs) -> None:
     assert jobs.folders() == []
     before = jobs.steps()
 
-    jobs.cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now", "TimeLimit=60")
+    # Slurm has revoked the credentials that the job got until the second of its requeue: a start in it fails.
+    jobs.cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now+5", "TimeLimit=60")
     jobs.wait_for_steps(job, before + STEPS)
     assert jobs.info()["resumed"]
     jobs.cluster.call("scancel", "--batch", "--signal=TERM", job)
