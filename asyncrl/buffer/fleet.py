@@ -278,8 +278,10 @@ class Fleet:
         self._none_silent_until_s = min([now_s + self._timeout_s, *limits_s])
 
     def restarting(self, actor: str, cause: Cause, reason: str) -> None:
-        """Records that the deployment of an actor ends it, for this cause, and starts its replica again. The replica may
-        have retired: the end of a pod drains the actors in it, and its deployment starts them in another pod."""
+        """Records that the deployment of an actor ends it, for this cause, and starts its replica again.
+
+        The replica may have retired: the end of a pod drains its actors, and the deployment starts them in another pod.
+        """
         self._retired.pop(replica_of(actor), None)
         if self.life_of(actor) is None and self.is_heard(actor):
             self._lives[replica_of(actor)] = Life(actor, self._clock())  # it died before its first heartbeat
