@@ -11,7 +11,6 @@ from fake_ranks import Call, Method, Rank, rank_of
 
 from asyncrl.config.load import load_config
 from asyncrl.errors import RunError
-from asyncrl.log_files import LogFile
 from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks.actor import LOOPBACK
 from asyncrl.ranks.group import PlacedRanks, RankGroup, fixed_at_start
@@ -46,11 +45,13 @@ def test_a_rank_that_has_rested_has_only_a_worker_of_the_next_run_and_the_variab
     before = dict(os.environ)
     (tmp_path / "logs").mkdir()
     with rank_of(Worker, load_config([], ["run.seed=3"])) as actor:
+        handlers = [*logging.root.handlers]
         actor.begin(load_config([], ["run.seed=3"]), incarnation=1, logs=tmp_path / "logs")
+        assert len(logging.root.handlers) == len(handlers) + 1
         os.environ["ACCELERATE_USE_FSDP"] = "true"  # as accelerate does
         actor.close()
         actor.rest()
-        assert not [each for each in logging.root.handlers if isinstance(each, LogFile)], "its log has ended"
+        assert logging.root.handlers == handlers, "its log has ended"
         assert dict(os.environ) == before
         with pytest.raises(AssertionError, match="setup"):
             actor.call(Worker.seed)
