@@ -15,7 +15,7 @@ from msgspec.inspect import EnumType, LiteralType, StructType, Type, UnionType, 
 from asyncrl.config.import_path import suggest
 
 _Place = tuple[str | int, ...]
-"""Where a part is in a mapping of axes: keys, and indices of list entries."""
+"""The place of a part in a mapping of axes: keys, and indices of list entries."""
 _PLACE = re.compile(r"at `\$\.(?P<place>[^`]*)`")
 _UNKNOWN_FIELD = re.compile(r"unknown field `(?P<field>[^`]*)`")
 

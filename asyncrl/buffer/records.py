@@ -344,7 +344,7 @@ class LeaseWait(StrEnum):
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the buffer has now: the number of groups in each state, unless the name has another unit.
+    """The contents of the buffer: the number of groups in each state, unless the name has another unit.
 
     `waiting` prompts are at the front for their next attempt and hold no slot. `oldest_group_age_s` is the time since
     the reserve of the group that has held a slot for longest, or since the restore of the snapshot in which it was
