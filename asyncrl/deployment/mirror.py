@@ -14,8 +14,9 @@ waits for it. A pass of the thread keeps these invariants, also if the process i
 - A file below checkpoints/ never changes, because its folder is named after the checksums of all of its files. So a
   file of the right size is not sent again.
 - Only one process writes the mirror: the last one that has put its token into `owner.json`. It reads `owner.json`
-  before each file of a checkpoint, and before each group of other files. The directory has the tokens of the processes
-  that have written its mirrors (`WRITERS`), so a directory that another one has overtaken is refused.
+  before the first file and the last file of a checkpoint, after every `OWNED_BYTES` between them, and before each group
+  of other files. The directory has the tokens of the processes that have written its mirrors (`WRITERS`), so a
+  directory that another one has overtaken is refused.
 
 The storage must write a file whole or not at all, as object stores do. In a local folder (`file://`), files are written
 beside their place and then renamed.
@@ -87,6 +88,9 @@ BEGIN_S = 30.0
 """Longest time that the start of the run waits for the first answer of the storage."""
 CHECKPOINT_NAME = re.compile(r"step-(\d{1,15})-[0-9a-f]{16}", re.ASCII)
 """The name of a checkpoint's folder in a mirror."""
+OWNED_BYTES = 2**26
+"""Bytes of a checkpoint that are sent after a look at the owner, before the next look. They do no harm in the mirror of
+another process, because the checkpoint is not complete without its last file."""
 _PART = ".part"
 _CHUNK_BYTES = 2**24
 
@@ -465,10 +469,14 @@ class Mirror:
 
     def _check_owner(self) -> None:
         """Raises ConfigError or `_Interrupted` if this process must not write now."""
-        if self._over.is_set():
-            raise _Interrupted("the run has ended")
+        self._check_goes_on()
         if not self._has_owner():
             raise _Interrupted(f"{OWNER} is missing, so the mirror was emptied")
+
+    def _check_goes_on(self) -> None:
+        """Raises `_Interrupted` if the run has ended."""
+        if self._over.is_set():
+            raise _Interrupted("the run has ended")
 
     def _has_owner(self) -> bool:
         """Returns whether the mirror has its `owner.json`. Raises ConfigError if another process has written it."""
@@ -548,11 +556,16 @@ class Mirror:
             self._whole.setdefault(name, False)
             there = self._store.sizes(remote)
             local = sizes_below(folder)
+            owned = 0
             for file in sorted(local, key=lambda each: each == COMPLETE):
                 if file == COMPLETE and dict(_named(folder.parent)).get(name) is None:
                     return False
                 if there.get(f"{remote}/{file}") != local[file]:
-                    self._check_owner()
+                    if owned <= 0 or file == COMPLETE:
+                        self._check_owner()
+                        owned = OWNED_BYTES
+                    self._check_goes_on()
+                    owned -= local[file]
                     self._store.send(folder / file, f"{remote}/{file}")
                     self._note_sent(f"{remote}/{file}", local[file])
                 if self._due():

@@ -212,7 +212,7 @@ class ShardedState:
         try:
             moments = None
             if found.optimizer is not None and found.training is not None and found.training.has_moments:
-                moments = self._read(self._moments(), found.optimizer)
+                moments = self._read(self._moments(), found.optimizer, optimizer=True)
         except BaseException:
             if fresh:
                 self.optimizer.state.clear()
@@ -228,6 +228,10 @@ class ShardedState:
             for name, tensor in moments.items():
                 flat[name] = tensor if isinstance(flat[name], torch.Tensor) else tensor.item()
             set_optimizer_state_dict(self.model, self.optimizer, flat, options=_FLAT)
+            stepped = {name.rpartition(".")[0] for name in moments}
+            for name, parameter in trained_state(self.model).items():
+                if f"{_MOMENTS}{_names(self.model)[name]}" not in stepped:
+                    self.optimizer.state.pop(parameter, None)
         # if more ranks load than saved, the additional ranks reuse the generator states of ranks that saved
         generators = found.training.generators
         _set_generators(generators[dist.get_rank(self.group) % len(generators)])
@@ -246,15 +250,16 @@ class ShardedState:
     def _flat(self) -> dict[str, Any]:
         return get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
 
-    def _read(self, live: Tensors, path: Path) -> Tensors:
-        """Reads the tensors named in `live` from `path`. Returns new tensors with the same sharding as `live`."""
+    def _read(self, live: Tensors, path: Path, *, optimizer: bool = False) -> Tensors:
+        """Reads the tensors named in `live` from `path`. Returns new tensors with the same sharding as `live`. Those of
+        an `optimizer` are left out for a parameter of which the checkpoint has no state."""
         staged = {name: torch.empty_like(tensor) for name, tensor in live.items()}
-        reader = HuggingFaceStorageReader(str(path / STATE))
+        reader, planner = HuggingFaceStorageReader(str(path / STATE)), _ExactPlanner(path, optimizer=optimizer)
         try:
-            load(staged, storage_reader=reader, planner=_ExactPlanner(path), process_group=self.group)
+            load(staged, storage_reader=reader, planner=planner, process_group=self.group)
         except CheckpointException as error:
             raise _first_failure(error, f"cannot load the checkpoint {path}") from error
-        return staged
+        return {name: tensor for name, tensor in staged.items() if name not in planner.left_out}
 
 
 def _tensor(value: torch.Tensor | float) -> torch.Tensor:
@@ -329,17 +334,26 @@ def _locate(weights_path: Path, optimizer_path: Path | None) -> _Found:
 
 class _ExactPlanner(DefaultLoadPlanner):
     """Refuses a checkpoint whose tensors differ from the live ones in name, shape or dtype. DCP alone would accept
-    tensors that the live state does not have, and another dtype."""
+    tensors that the live state does not have, and another dtype.
 
-    def __init__(self, path: Path) -> None:
+    The checkpoint of an `optimizer` may have no state of a parameter, because the parameter had no gradient before the
+    save. Its live tensors, which are zeros, are then `left_out`."""
+
+    def __init__(self, path: Path, *, optimizer: bool = False) -> None:
         super().__init__()
         self._path = path
+        self._optimizer = optimizer
+        self.left_out: frozenset[str] = frozenset()
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        super().set_up_planner(state_dict, metadata, is_coordinator)
         assert metadata is not None
+        if self._optimizer:
+            stepped = {name.rpartition(".")[0] for name in metadata.state_dict_metadata}
+            self.left_out = frozenset(name for name in state_dict if name.rpartition(".")[0] not in stepped)
+        state_dict = {name: tensor for name, tensor in state_dict.items() if name not in self.left_out}
+        super().set_up_planner(state_dict, metadata, is_coordinator)
         saved = {
             name: (tuple(entry.size), entry.properties.dtype)
             for name, entry in metadata.state_dict_metadata.items()

@@ -363,9 +363,11 @@ def test_a_process_that_was_killed_while_it_took_the_mirror_can_be_followed(stor
         assert content()["steps.jsonl"] == (run.path / "steps.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize("at", ["policy/weights", COMPLETE, "latest.json", "steps.jsonl"])
-def test_a_process_that_loses_the_mirror_in_a_pass_writes_nothing_more(
-    at: str, storage: Storage, tmp_path: Path
+@pytest.mark.parametrize(
+    ("at", "whole"), [("manifest.json", 0), ("policy/weights", 0), (COMPLETE, 1), ("latest.json", 0), ("steps.jsonl", 0)]
+)
+def test_a_process_that_loses_the_mirror_in_a_pass_completes_no_other_checkpoint(
+    at: str, whole: int, storage: Storage, tmp_path: Path
 ) -> None:
     with new_run(tmp_path, steps=1) as run:
         save(run, 1)
@@ -385,9 +387,30 @@ def test_a_process_that_loses_the_mirror_in_a_pass_writes_nothing_more(
         storage.before = taken
         with pytest.raises(ConfigError, match="another process has taken the mirror"):
             old.pass_once()
-        left = [name for name in storage.written if "/" not in name or name.startswith("checkpoints/")]
-        assert len({name.split("/")[0] for name in left} & {"checkpoints", "latest.json"}) <= 1
-        assert len([name for name in left if name.startswith("checkpoints/")]) <= 1
+        parts = [name.split("/") for name in storage.written if name.startswith("checkpoints/")]
+        assert len({part[1] for part in parts}) <= 1
+        assert [part[-1] for part in parts].count(COMPLETE) == whole
+        assert ("latest.json" in storage.written) == (at == "latest.json")
+
+
+def test_a_process_that_loses_the_mirror_sends_at_most_the_bytes_between_two_looks_at_the_owner(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "OWNED_BYTES", 1)
+    with new_run(tmp_path, steps=1) as run:
+        save(run, 1)
+        old = mirror_of(run)
+
+        def taken(operation: str, name: str) -> None:
+            if name.endswith("manifest.json"):
+                storage.before = lambda operation, name: None
+                mirror_of(run)._take()
+                storage.written.clear()
+
+        storage.before = taken
+        with pytest.raises(ConfigError, match="another process has taken the mirror"):
+            old.pass_once()
+        assert [name.split("/")[-1] for name in storage.written] == ["manifest.json"]
 
 
 def test_a_process_that_has_ended_writes_nothing_more(storage: Storage, tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_a_group_may_have_no_weight_decay(group: dict[str, float | None], decay:
 @pytest.mark.parametrize("name", ["adamw", "MuchLater"])
 def test_state_that_is_made_after_the_first_save_is_in_the_next_one(name: str, tmp_path: Path) -> None:
     """Moments of AdamW are made with the first gradient of their tensor."""
-    trained, fresh = Trained(CPU), Trained(CPU)
+    trained = Trained(CPU)
     section = SECTION if name == "adamw" else own(name)
     if name != "adamw":
         trained.optimizer = make_optimizer(trained.model, section, key=KEY, device=CPU)
@@ -213,17 +213,23 @@ def test_state_that_is_made_after_the_first_save_is_in_the_next_one(name: str, t
     late.requires_grad_(name != "adamw")
     trained.step(1)
     late.requires_grad_(True)
-    names = []
-    for _ in range(2):
+    names, weights = [], {}
+    for saved in ("first", "second"):
+        weights[saved] = trained.weights()
         trained.state.stage(train_calls=2, optimizer=True)
-        trained.state.write(weights_path=tmp_path / "weights", optimizer_path=tmp_path / "optimizer")
-        names.append({*SavedTensors(tmp_path / "optimizer")})
+        trained.state.write(weights_path=tmp_path / "weights" / saved, optimizer_path=tmp_path / "optimizer" / saved)
+        names.append({*SavedTensors(tmp_path / "optimizer" / saved)})
         trained.step(3)
     added = {"state.2.bias.exp_avg", "state.2.bias.exp_avg_sq", "state.2.bias.step"}
     if name == "adamw":
         assert names[1] - names[0] == added
-        fresh.state.load(weights_path=tmp_path / "weights", optimizer_path=tmp_path / "optimizer")
-        assert float(fresh.optimizer.state[fresh.model[2].bias]["step"]) == 3
+        for saved, steps in (("second", 3), ("first", None)):
+            fresh = Trained(CPU)
+            fresh.state.load(weights_path=tmp_path / "weights" / saved, optimizer_path=tmp_path / "optimizer" / saved)
+            state = fresh.optimizer.state.get(fresh.model[2].bias)
+            assert (None if state is None else float(state["step"])) == steps
+        fresh.step(3)
+        assert all(torch.equal(one, other) for one, other in zip(fresh.weights(), weights["second"], strict=True))
     else:
         assert names[1] - names[0] == {f"state.{of}.average" for of in ("0.weight", "2.weight", "2.bias")}
 
