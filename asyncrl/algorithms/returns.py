@@ -198,7 +198,8 @@ class _TrainedSteps:
         self.rewards_BS = self.inside(rewards_BS)
         self.values_BS = self.inside(values_BS)
         width = token_mask_BS.shape[1]
-        # the smallest trained index after t, or `width` if there is none; `following` appends a column of zeros there
+        # `_next_BS` has the smallest trained index after t, or `width` if there is none. There, `following` appends a
+        # column of zeros.
         index_BS = torch.where(self._mask_BS, torch.arange(width, device=values_BS.device), width)
         nearest_BS = index_BS.flip(1).cummin(dim=1).values.flip(1)
         self._next_BS = torch.nn.functional.pad(nearest_BS[:, 1:], (0, 1), value=width)

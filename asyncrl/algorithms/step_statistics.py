@@ -171,7 +171,7 @@ def _quantile(values: torch.Tensor, reduce: Reduce, *, q: float) -> float:
     [count] = _sums(reduce, values.numel())
     if not count:
         return 0.0
-    # without the factor, rounding of q · n could add one
+    # without the factor 1 - 1e-12, a rounding error of q · n could make the rank greater by 1
     return _ranked(values, reduce, rank=max(1, math.ceil(q * count * (1 - 1e-12))))
 
 
@@ -201,7 +201,7 @@ def bound_of_largest(share: float) -> Reduction:
 
     def reduction(values: torch.Tensor, reduce: Reduce) -> float:
         [count] = _sums(reduce, values.numel())
-        # without the factor, rounding of share · n could take one away
+        # without the factor 1 + 1e-12, a rounding error of share · n could make the floor smaller by 1
         below = int(count) - max(1, math.floor(share * count * (1 + 1e-12)))
         if below <= 0:
             return -math.inf

@@ -122,7 +122,9 @@ def _check_kept(history: History) -> None:
         path = kept.weights_path(version)
         for kind, wanted in weights.get(version, {}).items():
             if (found := saved_digest(path, kind)) != wanted:
-                raise Counterexample(f"{path} has the digest {found:016x}, but version {version} has {wanted:016x}")
+                raise Counterexample(
+                    f"{path} has the digest {found:016x}, but the recorded one of {version} is {wanted:016x}"
+                )
 
 
 def _check_rows(folder: Path, trained: dict[str, list[int]]) -> None:

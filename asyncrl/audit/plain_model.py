@@ -56,8 +56,8 @@ class PlainModel:
             kept = saved.read(name, dtype=torch.float32)
             if kept.shape != parameter.shape:
                 raise NotPossible(
-                    f"{weights} has {name} with the shape {list(kept.shape)}, and the model described by its "
-                    f"config.json has {list(parameter.shape)}"
+                    f"{weights} has {name} with the shape {list(kept.shape)}, but the config.json of the run's model "
+                    f"gives it the shape {list(parameter.shape)}"
                 )
             parameter.data = kept
             parameter.grad = None
@@ -247,7 +247,9 @@ class _Made(NamedTuple):
             self.optimizer.step(None)
         except Exception as error:  # the user's code may raise anything
             described = describe_error(error)
-            raise NotPossible(f"a step of {self.name} with whole tensors in float64 raised {described}") from error
+            raise NotPossible(
+                f"a step of the optimizer {self.name} with whole tensors in float64 raised {described}"
+            ) from error
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
 

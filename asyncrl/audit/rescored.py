@@ -39,7 +39,7 @@ def reward_differences(history: History, config: Config) -> Iterator[tuple[float
         raise NotPossible("the rewards are those of episodes with several turns")
     found = list(_logged_groups(history))
     if not found:
-        raise NotPossible("the run kept no text of a sample (learner.groups_logged)")
+        raise NotPossible("the run did not keep all texts of any group in samples/ (learner.groups_logged)")
     chosen = found
     if len(found) > MOST_GROUPS:
         chosen = [found[place * len(found) // MOST_GROUPS] for place in range(MOST_GROUPS)]
@@ -48,7 +48,7 @@ def reward_differences(history: History, config: Config) -> Iterator[tuple[float
         by_part[each[2][0].part].append(each)
     for name, groups in by_part.items():
         if name not in parts:
-            raise NotPossible(f"data.mixture has no part {name!r}, which samples/ names")
+            raise NotPossible(f"samples/ names the part {name!r}, but data.mixture has no such part")
         yield from _of_part(parts[name], groups)
 
 

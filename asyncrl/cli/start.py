@@ -269,8 +269,9 @@ def reported_run(
     """
     creating = RunDir.create(config, choose=choose, forked_from=forked_from)
     with contextlib.ExitStack() as after, creating as run_dir:
-        # After the directory is closed, the report is written first, because it needs the end in run.json. Then the
-        # mirror gets it. The log is closed last, because it gets the errors of both.
+        # `creating` closes the directory first, and then `after` closes its parts in reverse order. The report comes
+        # first, because it needs the end in run.json. Then the mirror gets the report. The log is closed last, because
+        # it gets the errors of the report and of the mirror.
         describe_process(run=config.run.name, role=role, incarnation=run_dir.lineage.incarnation, step=None)
         after.callback(describe_process, incarnation=None)  # ranks of a later loop of one's own do not log to this run
         after.enter_context(log_to(run_dir.log_path(role, 0), form=config.run.log_format))
@@ -284,7 +285,7 @@ def reported_run(
 def mirrored(config: Config, run_dir: RunDir) -> Iterator[None]:
     """Copies the directory to `run.mirror` within the block, and then waits until everything is sent.
 
-    Waits `run.shutdown_grace_s` at most, and after SIGTERM only for what is left of it. The directory stays locked
+    Waits at most `run.shutdown_grace_s`. After SIGTERM, this time counts from the signal. The directory stays locked
     meanwhile. Raises ConfigError if another run is mirrored there.
     """
     if config.run.mirror is None:

@@ -63,7 +63,7 @@ class VLLMGeneration(GenerationInterface):
         self._announced = False
 
     def start(self) -> None:
-        """Places the engines and loads the model. Raises PlacementError when Ray has no room within
+        """Places the engines and loads the model. Raises PlacementError if Ray has no room within
         `ray.placement_timeout_s`, RunError if a process does not import vLLM within `generator.startup_timeout_s`, and
         TimeoutError if an engine does not load the model within that time."""
         require_ray("place engines")
@@ -237,7 +237,7 @@ class VLLMGeneration(GenerationInterface):
         return in_order
 
     def _all_did(self, method: Callable[..., Awaitable[bool]], *args: Any) -> bool:
-        # The deadline here is later than the engine actor's own, because the actor's error says more.
+        # The engine actor has an earlier deadline of its own, so that its error comes first: it has more details.
         timeout_s = self._config.weights.load_timeout_s + BEYOND_S
         return all_succeeded(self._all(method, *args, timeout_s=timeout_s))
 

@@ -1071,7 +1071,7 @@ class Config(Section):
 
     @property
     def has_supports(self) -> bool:
-        """Whether the rows have the support of each token: the tokens among which it was sampled
+        """Whether the rows have the support of each token: the tokens from which the engine sampled the token
         (`generator.top_k`)."""
         return self.generator.top_k is not None
 

@@ -202,7 +202,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         )
 
     def truncate_tensors(self, dim: int, length: int) -> None:
-        """Cuts every tensor that has dimension `dim` to at most `length` in that dimension, in place."""
+        """Cuts dimension `dim` of every tensor to at most `length`, in place. Tensors without it stay whole."""
         for key, column in self.data.items():
             if isinstance(column, torch.Tensor) and column.ndim > dim:
                 self.data[key] = column.narrow(dim, 0, min(length, column.shape[dim]))

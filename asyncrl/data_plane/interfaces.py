@@ -206,14 +206,16 @@ class DataPlaneClient(ABC):
         fields: Mapping[str, Any] | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> KVBatchMeta:
-        """Adds columns, tags or both to rows, and creates the rows that are new.
+        """Adds columns, tags or both to rows. Creates the rows that do not exist yet.
 
-        Columns have rows first: tensors or arrays [B] and [B, S, …], lists, or the result of `codec.encode`. Per-token
-        columns end at the row's `input_lengths`, from this put or another one; without it they are kept whole. The last
-        put of a (sample, field) wins. Tags are merged. A new field is registered. Raises ValueError for a repeated
-        sample, for a column of another length, and if neither fields nor tags are given.
+        The first dimension of a column is the rows. A column is a tensor or array [B] or [B, S, …], a list, or the
+        result of `codec.encode`. A per-token column ends at the row's `input_lengths`, which may come from this put or
+        from another one. A row without `input_lengths` is kept whole. The last put of a (sample, field) wins. Tags are
+        merged. A new field is registered. Raises ValueError for a repeated sample, for a column of another length, and
+        if neither fields nor tags are given.
 
-        The returned meta has the `sequence_lengths` that are known after this put: of all rows, or None.
+        The `sequence_lengths` of the returned meta are None if the length of any of these rows is unknown after this
+        put.
         """
 
     def get_samples(

@@ -170,7 +170,7 @@ class Partitions:
         return self.lengths_of(partition_id, sample_ids)
 
     def locate(self, partition_id: str, sample_ids: Sequence[str], *, fields: Sequence[str]) -> Located:
-        """Returns the place of each field of each sample. Raises KeyError, which names the first missing one."""
+        """Returns the place of each field of each sample. Raises KeyError, which names a missing sample or field."""
         rows = self._rows(partition_id, sample_ids)
         places: dict[str, Places] = {}
         found: list[tuple[list[StoredAt], Places]] = []

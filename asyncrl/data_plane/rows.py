@@ -57,17 +57,17 @@ def open_client(config: Config, *, here: bool = False) -> DataPlaneClient:
 
 
 class Rows:
-    """A process's access to the rows of a partition, by default the rows of finished groups.
+    """The access of a process to the rows of a partition, by default the rows of finished groups.
 
         rows = Rows(config)                              # in a process with an event loop:
         await rows.put({"7.0": rows_GS})
         rows = Rows(config, client=open_client(config))  # in a thread that may block:
         lengths = rows.patiently(lambda client: client.lengths_of(["7.0_g0"], TRAIN_PARTITION))
 
-    A late call is repeated until `run.stall_timeout_s`. The async methods run each attempt in a thread. Their rows are
-    those of whole groups `<group>.<attempt>`, or those that a meta names. `client` is an open client of this process.
-    Without it, the first use opens one, so that `Rows` can be sent to another process before. Raises the client's
-    RunError and TimeoutError.
+    A call whose answer is late is repeated until `run.stall_timeout_s` have passed. The async methods run each attempt
+    in a thread. They work on the rows of whole groups with the keys `<group>.<attempt>`, or on the rows that a meta
+    names. `client` is an open client of this process. Without `client`, the first use opens one. Before its first use,
+    such a `Rows` can be sent to another process. Raises the client's RunError and TimeoutError.
     """
 
     def __init__(

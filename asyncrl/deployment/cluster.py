@@ -278,7 +278,8 @@ def _found(run: str, *, folder: str) -> str:
 def _knock(address: str) -> None:
     """Raises ConnectionError if no process listens at `address`.
 
-    `address` is HOST:PORT, and may be the one of a cluster that has died. Any other form is left to Ray.
+    An address HOST:PORT may be that of a cluster that has died. An address of another form is not checked, because
+    only Ray can resolve it.
     """
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or "/" in host:

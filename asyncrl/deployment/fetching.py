@@ -94,7 +94,7 @@ class MirroredRun:
         self._store, self._report = store, report
         self._there = store.sizes()
         self._lineage = lineage_of(store)
-        self._name, self._wanted, self._done = "", 0, 0  # what is being fetched, and how many bytes
+        self._name, self._wanted, self._done = "", 0, 0  # the current fetch, its bytes, and the bytes that have come
 
     @property
     def steps(self) -> list[int]:

@@ -54,9 +54,9 @@ def check_shapes(point: ForkPoint, manifest: RunManifest, config: Config) -> Non
     for key in sorted(keys):
         if before.get(key) != now.get(key):
             raise ConfigError(
-                f"{key} = {now.get(key)!r}, but {point} has {before.get(key)!r}, and a fork has a model of the same "
-                "shape: use the old value. To begin with another adapter, write the weights to a folder with asyncrl "
-                "export, and set model.path to it in asyncrl up"
+                f"{key} = {now.get(key)!r}, but {point} has {before.get(key)!r}. A fork keeps the shape of the "
+                "model: use the old value. To begin with another adapter, write the weights to a folder with asyncrl "
+                "export, and start a run with asyncrl up and this folder as model.path"
             )
 
 

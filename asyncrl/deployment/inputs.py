@@ -38,7 +38,8 @@ class Prompts(NamedTuple):
 
 
 def data_record(prompts: Prompts, *, hidden_tags: Sequence[str] = ()) -> DataRecord:
-    """Returns the numbers of prompts, and of rows that are left out."""
+    """Returns the record of the run's data: the numbers of prompts, the numbers of dataset rows that are left out, and
+    `hidden_tags` (`tags_of_rewards`)."""
     return DataRecord(
         training=len(prompts.train),
         heldout=len(prompts.heldout),

@@ -365,8 +365,8 @@ def _is_copy(directory: Path, info: RunInfo) -> bool:
 
 
 def stray_processes() -> tuple[list[str], list[str]]:
-    """Returns descriptions of this user's Ray daemons, and of this user's vLLM engines that have lost their parent
-    process. They may belong to a run of another folder, or to another program.
+    """Returns two lists of descriptions: of this user's Ray daemons, and of this user's vLLM engines whose parent
+    process has ended. These processes may belong to a run of another folder, or to another program.
 
     A description has the pids, the working directory, the start time, and the command of the parent process if it still
     runs. Daemons of one parent have one description.

@@ -286,7 +286,8 @@ class ReplicaPool:
                 self._look_at(replica, own.views.get(replica.name))
         wanted = len(self.replicas) + self._given_up if own.wanted is None else own.wanted
         if (own.scalings, own.scaled_because) != (self._scalings, self._scaled_because):
-            # a smaller number of replicas is first that of those that were given up
+            # If the wanted number falls, the replicas that were given up are subtracted first. `asyncrl scale` forgets
+            # them, so that new replicas start in their place.
             missed = max(0, wanted - len(self.replicas))
             self._given_up = min(self._given_up, missed) if own.scalings == self._scalings else 0
             self._scalings, self._scaled_because = own.scalings, own.scaled_because

@@ -71,7 +71,7 @@ class GroupScoring:
         self._request = 0
         self._unsent: list[tuple[int, Outcome]] = []
         self._sent_s = 0.0
-        self._unended: set[int] = set()  # numbers of the calls that have not ended
+        self._unended: set[int] = set()  # the `number` of each call that has not ended, begun or not
         self._retire = ""
 
     def score(self, request: Request) -> None:

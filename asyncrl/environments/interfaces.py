@@ -139,7 +139,7 @@ def build_reward(section: EnvironmentSection) -> RewardFunction:
 
 
 def _with_tools(section: EnvironmentSection) -> RewardFunction:
-    """Returns the agent that calls the tools of `section`. The rewards score its last answer."""
+    """Returns an agent that calls the tools of `section`. The rewards of `section` score the agent's last answer."""
     scoring = build_reward(section.model_copy(update={"tools": [], "mcp_servers": []}))
     if scoring.form.agent:
         raise ConfigError(
@@ -261,8 +261,8 @@ def _held_out(task: Task) -> LeftOutRow:
 def split_tasks(
     config: Config, tasks: Sequence[Task], *, left_out: list[LeftOutRow] | None = None
 ) -> tuple[list[Task], list[Task]]:
-    """Returns (training, held-out) tasks of one dataset. Adds to `left_out` the rows that are neither, because a
-    held-out task has the same prompt. Raises DatasetError if none remains for training."""
+    """Returns (training, held-out) tasks of one dataset. Adds to `left_out` the rows that are in neither list, because
+    a held-out task has the same prompt. Raises DatasetError if no task remains for training."""
     data = config.data
     train, heldout = split(tasks, data.heldout_fraction, template=data.prompt_template)
     used = {id(task) for task in (*train, *heldout)}
@@ -273,7 +273,8 @@ def split_tasks(
     if not train:
         raise DatasetError(
             f"data.dataset = {data.dataset}: none of its {len(tasks)} tasks remains for training, because "
-            f"data.heldout_fraction = {data.heldout_fraction} holds out {len(heldout)} of them; lower it or add tasks"
+            f"data.heldout_fraction = {data.heldout_fraction} holds out {len(heldout)} of them, and tasks with the "
+            "prompt of a held-out task are left out; lower data.heldout_fraction, or add tasks"
         )
     return train, heldout
 

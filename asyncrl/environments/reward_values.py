@@ -87,7 +87,7 @@ def components(parts: Mapping[object, object], *, weights: Mapping[str, float], 
         raise Unusable(unusable.reason, f"{unusable}{at}") from None
     found: dict[str, float] = {}
     for key, value in parts.items():
-        name = str.__str__(key)  # a subclass of str may say something else in its own __str__
+        name = str.__str__(key)  # the __str__ of a subclass of str may return another text
         found[name] = number(value, at=f" as {name!r}{at}")
     total = sum(weights.get(name, 1.0) * value for name, value in found.items())
     if not math.isfinite(total):

@@ -297,7 +297,8 @@ class ScoringChild:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         for descendant in descendants:
-            with contextlib.suppress(psutil.Error):  # psutil kills no other process that got the same pid meanwhile
+            # psutil compares start times, so it does not kill another process that got the same pid meanwhile
+            with contextlib.suppress(psutil.Error):
                 descendant.kill()
         try:
             self.process.wait(timeout=_REAP_TIMEOUT_S)

@@ -234,8 +234,9 @@ class Renderer:
             return rendered([{**message, "content": self._content(message)} for message in messages])
 
     def _content(self, message: Message) -> str:
-        """Returns the text of a message for the model. A result of a tool with control tokens is kept, with one note in
-        the log, or becomes an error."""
+        """Returns the text of a message for the model. If the result of a tool contains control tokens, the result is
+        kept (`data.control_tokens: keep`), or an error for the model replaces it. The log gets one note on the first
+        such result."""
         text = text_of(message)
         token = self._control_tokens.first_in_text(text) if message["role"] == "tool" else None
         if token is None:

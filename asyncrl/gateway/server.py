@@ -108,7 +108,7 @@ class Connections:
     def _end(self, connection: "_Connection") -> None:
         self.forget(connection)
         connection.connections.discard(connection)
-        connection.transport.abort()  # closing it would wait until the client has read what was sent
+        connection.transport.abort()  # `close` would wait until the client has read all sent bytes
 
 
 class _Connection(HttpToolsProtocol):

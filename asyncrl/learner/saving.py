@@ -146,15 +146,15 @@ class Checkpoints:
         await self.settle()
 
     async def rescue(self, recorded_step: int) -> None:
-        """Saves the newest weights of a run that failed after `recorded_step`, if its ranks can still do it. Raises
-        nothing.
+        """Saves the newest weights of a run that failed after `recorded_step`, if its ranks can still do it. Logs an
+        error and does not raise it.
 
-        Saves the weights only, because the failure may have come in the middle of a step: then they belong to no state
-        of the buffer. The ranks may also hold the update of a step that failed before it was recorded.
+        Saves the weights only, because the failure may have come in the middle of a step. The weights then match no
+        state of the buffer. The ranks may also hold the update of a step that failed before it was recorded.
         """
         if self.unsaved is not None:
             return
-        await self.settle()  # the save that runs may be the last one of this run
+        await self.settle()  # a save that still runs may become the last whole checkpoint of this run
         try:
             trained_step = await asyncio.to_thread(self.run.policy.trained_step)
             step = max(recorded_step, trained_step or 0)

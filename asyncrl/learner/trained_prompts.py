@@ -115,7 +115,7 @@ class TrainedPrompts:
 
 
 class _Data:
-    """The different prompts of a part by their checksums, and how many rows have each."""
+    """The different prompts of a part by their checksums, and the number of dataset rows that have each prompt."""
 
     def __init__(self, checksums: npt.NDArray[np.uint64]) -> None:
         self.rows = len(checksums)
@@ -123,11 +123,11 @@ class _Data:
 
     @property
     def frequencies(self) -> dict[int, int]:
-        """How many prompts have 1 row, 2 rows, and so on: number of rows → number of prompts."""
+        """The number of prompts that have 1 row, 2 rows, and so on: number of rows → number of prompts."""
         return dict(sorted(Counter(self._times.tolist()).items()))
 
     def times(self, checksum: int) -> int:
-        """Returns the number of rows with a prompt."""
+        """Returns the number of dataset rows whose prompt has this checksum."""
         place = int(np.searchsorted(self._checksums, np.uint64(checksum)))
         there = place < len(self._checksums) and int(self._checksums[place]) == checksum
         return int(self._times[place]) if there else 0

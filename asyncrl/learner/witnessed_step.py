@@ -312,7 +312,7 @@ def sample_axes(config: Config) -> Axes | None:
     if isinstance(axes, OwnEstimator):
         return None
     outcome = Outcome() if isinstance(axes, CriticBased) else axes
-    if has_token_advantages(axes):  # whitening is over token advantages, and not over samples
+    if has_token_advantages(axes):  # whitening is for the token advantages, not for their input
         outcome = msgspec.structs.replace(outcome, whiten="none", keep_mean=False)
     found: Axes = msgspec.to_builtins(outcome)
     return found

@@ -145,7 +145,7 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
         assert self._sharing, "call prepare_weights_for_ipc() first"
         if not all(isinstance(key, str) for key in keys):
             raise TypeError(
-                f"keys are {keys!r}; they must be names of weights, as in a group of prepare_weights_for_ipc()"
+                f"keys are {keys!r}; they must be names of weights, such as a group from prepare_weights_for_ipc()"
             )
         by_rank = self.ranks.call(PolicyWorker.get_weights_ipc_handles, list(keys))
         # ranks on one device share the same bytes, so the first rank's handle is enough

@@ -142,14 +142,14 @@ def _stamps(model: torch.nn.Module) -> list[_Stamp]:
 
 
 def combined(parts: Iterable[int]) -> int:
-    """Adds up the digests of parts, such as those of all ranks or all tensors, to the digest of the whole."""
+    """Returns the digest of a whole: the sum of the digests of its parts, such as all ranks or tensors, mod 2^64."""
     return sum(parts) % _MODULUS
 
 
 def tensor_digest(name: str, rows: torch.Tensor, *, start: int = 0, kind: str = XXH3) -> int:
     """Returns the digest of consecutive rows of the tensor `name`. `start` is the number of the first row in the whole
-    tensor. `combined` makes the digest of all rows from the digests of parts. Both kinds have the same value on every
-    device.
+    tensor. `combined` makes the digest of all rows from the digests of parts. A digest of either `kind` has the same
+    value on every device.
 
     >>> whole = torch.arange(6.0).reshape(3, 2)
     >>> parts = tensor_digest("w", whole[:1]), tensor_digest("w", whole[1:], start=1)

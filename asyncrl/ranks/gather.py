@@ -18,8 +18,8 @@ from asyncrl.weights.manifest import ParameterSpec
 
 
 def parameter_specs(model: torch.nn.Module, *, dtype: torch.dtype) -> tuple[ParameterSpec, ...]:
-    """Returns the description of every trained parameter, in the order of `gather_weights`. A tied parameter appears
-    under each of its names: otherwise an engine that stores `lm_head.weight` separately would keep the old one."""
+    """Returns the descriptions of all trained parameters, in the order of `gather_weights`. A tied parameter appears
+    under each of its names: otherwise an engine that stores `lm_head.weight` separately would keep its old value."""
     label = str(dtype).removeprefix("torch.")
     first_names: dict[int, str] = {}
     specs = []

@@ -67,7 +67,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         learner = config.learner
         self.config = config
         self._model_name = model_path
-        # The run asks the Hugging Face Hub for files only here: saves and exports read the folder.
+        # A rank asks the Hugging Face Hub for files only here. Its later saves and exports read this folder.
         self._model_path = model_folder(model_path, weights=True)
         timeout = timedelta(seconds=learner.collective_timeout_s)
         self._packed = learner.batching == "packed"

@@ -38,9 +38,9 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Runs that differ only in the settings of `--by`; a single run without them. It keeps its colour and the dash
-    pattern of its lines in all charts. `settings` are those in which it differs from other groups, each as
-    `key=value` with its dotted key and its full value."""
+    """Runs that differ only in the settings of `--by`. Without `--by`, each group has one run. A group has the same
+    colour and the same dash pattern in all charts. `settings` are the settings in which the group differs from other
+    groups, each as `key=value` with the dotted key and the full value."""
 
     label: str
     settings: Sequence[str]

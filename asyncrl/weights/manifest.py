@@ -98,8 +98,8 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
         ours_by_row, theirs_by_row = list(map(len, self.logprobs)), list(map(len, engine_logprobs))
         if ours_by_row != theirs_by_row:
             raise HandshakeError(
-                f"the engine returned {theirs_by_row} log-probs for the probe's sequences, the learner {ours_by_row}; "
-                "check that both pools read the same `model.path`"
+                f"the engine returned {theirs_by_row} log-probs for the probe's sequences, but the learner has "
+                f"{ours_by_row}; check that both pools read the same `model.path`"
             )
         return [
             abs(ours - theirs)

@@ -60,6 +60,6 @@ def try_lock(fd: int, *, alone: bool) -> bool:
 
 
 def _opened(path: str) -> int:
-    # By now, the path /proc/<pid>/fd/<n> may lead to another file: a terminal, which must not become this process's
-    # controlling terminal, or a pipe, at which opening must not wait.
+    # By now, the path /proc/<pid>/fd/<n> may lead to another file. If this is a terminal, it must not become the
+    # controlling terminal of this process (O_NOCTTY). If it is a pipe, opening must not wait (O_NONBLOCK).
     return os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK)

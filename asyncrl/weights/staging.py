@@ -143,8 +143,8 @@ class StagedWeights:
                     changes, since_s = self._memory.changes, time.monotonic()
                 elif time.monotonic() - since_s > self._blocked_s:
                     logger.warning(
-                        "another replica of this node has used the memory for staged weights for %g s without a "
-                        "change, so weights %s are staged in memory of this replica's own",
+                        "another replica of this node has held the memory for staged weights for %g s without "
+                        "changing it, so weights %s are staged in memory of this replica's own",
                         self._blocked_s,
                         manifest.version,
                     )
@@ -223,9 +223,9 @@ class StagedWeights:
                 own = None
         if own is None:
             raise FetchFailed(
-                f"another replica of this node has used the memory for staged weights for {self._blocked_s:g} s "
-                f"without a change, and {free / 2**20:.0f} MiB are too few for another {nbytes / 2**20:.0f} MiB; "
-                "the kernel frees the memory when that replica ends"
+                f"another replica of this node has held the memory for staged weights for {self._blocked_s:g} s "
+                f"without changing it, and {free / 2**20:.0f} MiB of available memory are too few for another "
+                f"{nbytes / 2**20:.0f} MiB and as much in reserve; the kernel frees the memory when that replica ends"
             )
         self._apart, self._seen = own, 0
         self._held.clear()

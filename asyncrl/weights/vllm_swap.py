@@ -68,7 +68,7 @@ class WeightSwap:
         try:
             for name, tensor in weights:
                 if tensor.data_ptr() in seen:
-                    continue  # a tied parameter comes under each of its names, and vLLM refuses the second one alone
+                    continue  # another name of a tied parameter, which vLLM refuses to load without the first name
                 seen.add(tensor.data_ptr())
                 loaded = self._model.load_weights([(name, tensor)])
                 known = known and isinstance(loaded, set) and len(loaded) == 1 and loaded <= self._parameters.keys()

@@ -67,7 +67,7 @@ def test_rewards_that_cannot_be_computed_again_are_left_out_with_the_reason(run:
             list(reward_differences(history, config))
         return str(found.value)
 
-    assert "kept no text of a sample" in why(read_history(run), configured(run))
+    assert "did not keep all texts of any group" in why(read_history(run), configured(run))
     assert "names code, programs or servers" in why(read_history(run), configured(run, reward="mine:reward"))
     assert "several turns" in why(read_history(run), configured(run, tools=["calculator"]))
     chat = with_texts(run, tmp_path, ("5", "4"), rendered="<user>2+2=<assistant><think>")

@@ -41,7 +41,7 @@ def test_a_run_that_torch_trained_passes_and_all_checks_compare_something(health
     assert found is not None
     assert found.optimizer_steps == tuple(range(STEPS))
     assert [each.partition(" changes")[0] for each in found.left_out] == [
-        "the rewards, because the run kept no text of a sample (learner.groups_logged)",
+        "the rewards, because the run did not keep all texts of any group in samples/ (learner.groups_logged)",
         "47",
     ]
     numbers = {each.check: each.number for each in found.comparisons}

@@ -21,8 +21,8 @@ class ObjectStoreTransport(StoresBytes):
     async def receive(self, handle: Any, *, timeout_s: float) -> Bytes:
         try:
             bucket: Bytes = await asyncio.to_thread(ray.get, handle, timeout=timeout_s)
-        # OwnerDiedError is an ObjectLostError. If the rank died before the bytes were complete, Ray may raise
-        # RayActorError instead.
+        # ObjectLostError has the subclass OwnerDiedError, which Ray raises if the rank has died. Ray may raise
+        # RayActorError instead if the rank died before the bytes were complete.
         except (ObjectLostError, RayActorError) as error:
             raise ManifestVoid(
                 f"the process that published these weights has ended, so their bytes are lost: {error}"
