@@ -57,7 +57,8 @@ def _temporary_file(path: Path) -> tuple[Path, BinaryIO]:
 
 def _remove_leftovers(path: Path) -> None:
     for leftover in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
-        # An OSError is expected if a live writer holds the lock, or has renamed the file meanwhile.
+        # A live writer may hold the lock, or may have renamed the file meanwhile. Both cases raise an OSError, and the
+        # file is then not a leftover.
         with contextlib.suppress(OSError), open(leftover, "rb", opener=_plain) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             leftover.unlink()

@@ -78,8 +78,8 @@ def is_equal_group(samples: Samples, *, config: Config) -> bool:
     axes = resolve_advantage(advantage_of(config.algorithm))
     if isinstance(axes, Outcome):
         return not bool(OutcomeEstimator(axes).varied(samples).any())
-    # A critic does not compare the samples of a group. For an estimator of the user, the rewards of the samples are
-    # compared, so that its code need not be imported here.
+    # A critic does not compare the samples of a group. An estimator of the user's own may do so, but its code is not
+    # imported here: the rewards themselves are compared.
     return isinstance(axes, OwnEstimator) and not bool(Groups(samples.group_ids_N).varied(samples.rewards_N).any())
 
 

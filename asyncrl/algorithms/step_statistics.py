@@ -105,7 +105,7 @@ def step_numbers(
             values = _values(name, statistic, replace(tokens, statistics=dict(found)))
         try:
             found[name] = statistic.reduction(values, reduce)
-        except TypeError as error:  # such as `quantile` in place of `quantile(0.9)`
+        except TypeError as error:  # for example, the reduction is `quantile` and not `quantile(0.9)`
             raise CallRefused(f"the reduction of the statistic {name!r} failed: {describe_error(error)}") from error
     return found
 

@@ -115,15 +115,16 @@ def check_estimate(data: BatchedDataDict, found: TokenAdvantages) -> None:
     for name, column_BS in (("advantages", found.advantages_BS), ("returns", found.returns_BS)):
         if column_BS.shape != mask_BS.shape:
             raise CallRefused(
-                f"an estimator returned {name} of shape {tuple(column_BS.shape)} for rows of shape "
+                f"the advantage estimator returned {name} of shape {tuple(column_BS.shape)} for rows of shape "
                 f"{tuple(mask_BS.shape)}: it must return one value for each token"
             )
         broken_BS = mask_BS & ~column_BS.isfinite()
         if broken_BS.any():
             row, token = broken_BS.nonzero()[0].tolist()
             raise CallRefused(
-                f"an estimator returned {int(broken_BS.sum())} {name} that are not finite, the first at row {row}, "
-                f"token {token}: {column_BS[row, token].item()}; check the rewards, values and log-probs of that row"
+                f"the advantage estimator returned {int(broken_BS.sum())} {name} that are not finite, the first at row "
+                f"{row}, token {token}: {column_BS[row, token].item()}; check the rewards, values and log-probs of "
+                "this row"
             )
 
 

@@ -135,7 +135,7 @@ def _settle(fates: dict[int, str], group: int, fate: str) -> None:
 def _check_all_there(fates: dict[int, str], entry: LedgerEntry, *, moment: str) -> None:
     both = [group for group in entry.open if group in fates]
     if both:
-        raise Counterexample(f"group {both[0]} was {fates[both[0]]}, but {moment} the buffer has it as open")
+        raise Counterexample(f"group {both[0]} was {fates[both[0]]}, but {moment} the buffer lists it as open")
     if len(fates) + len(entry.open) == entry.prompts:
         return
     known = fates.keys() | set(entry.open)

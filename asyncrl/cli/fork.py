@@ -61,7 +61,8 @@ def fork(
     point: ForkPoint | None = None
     begun = begun_directory()
     if begun is not None and complete_steps(begun / CHECKPOINTS):
-        # A process of this command has died. The fork continues as a run of its own, without the other run.
+        # An earlier process of this command has begun the fork, and then died. The fork is resumed from its own newest
+        # checkpoint, so the run from which it was forked is not read again.
         if (info := known_info(begun)) is not None and info.state == "finished":
             say(f"run {begun} is finished: {info.exit_reason}")
             return

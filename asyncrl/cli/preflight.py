@@ -2,8 +2,8 @@
 
 `checked_config` reads the configuration, applies its rules (`asyncrl.config.rules`), and checks that the files, models,
 modules, tasks, GPUs and cores are there. It imports none of them. `look` (of `asyncrl config check`) and `prepared`
-(of the commands that start a run) then make trials, before Ray starts: of the user's code, of the rows of datasets, and
-of a model of the Hugging Face Hub.
+(of the commands that start a run) then try the user's code, the rows of datasets, and a model of the Hugging Face Hub,
+before Ray starts.
 
 The user's reward or environment is created in a real scoring process, with the same environment variables as in a run.
 The command's own process imports datasets, losses, advantages and optimizers. Built-in parts are not tried, so they
@@ -120,8 +120,8 @@ def run_checks(config: Config, checks: Iterable[Callable[[Config], list[str] | N
 
 
 def look(config: Config) -> list[str]:
-    """Makes the trials of `asyncrl config check`: reads the first rows of the user's dataset, and tries and calls the
-    user's code.
+    """Reads the first rows of the user's dataset, creates the user's code as a run does, and calls it. For `asyncrl
+    config check`.
 
     Returns notes about the rows that were read, and about where answers end. Raises ConfigError with one line for each
     problem. Sends no request to the Hugging Face Hub.
@@ -168,7 +168,8 @@ def check_restart(config: Config, number: int) -> None:
 
 
 def prepare(config: Config, *, roles: Collection[Role] = tuple(Role)) -> "Prompts | None":
-    """Makes the trials of the commands that start a run, for the parts that `roles` use.
+    """Tries the parts of a run that `roles` use, before Ray starts: sends a request to the Hugging Face Hub for the
+    model, creates the user's code as a run does, and reads the prompts. For the commands that start a run.
 
     Returns the prompts if they come from a file or from the user's code; else None, because built-in prompts are made
     while Ray starts. Raises ConfigError or DatasetError for a problem that would end the run later.
@@ -356,7 +357,7 @@ def check_planned_family(config: Config) -> list[str]:
     try:
         problems, warnings = family_problems(read_json(files / "config.json"), config)
     except (OSError, ValueError):
-        return []  # the plan reads the file too, and raises an error that says why it cannot be read
+        return []  # `show_plan` also reads config.json, and its error says why the file is unreadable
     if problems:
         raise ConfigError("\n".join(problems))
     return warnings
@@ -508,8 +509,9 @@ def _cores(config: Config) -> Iterator[str]:
 
 
 def _trials(config: Config, roles: Collection[Role]) -> list[Callable[[Config], None]]:
-    """Returns the trials that create the user's own code in the same way as a run does: environments with their
-    rewards, the loss and the advantages. With agents, also the trial of the model's chat template."""
+    """Returns functions that create the user's own code as a run does, and raise ConfigError if this fails:
+    environments with their rewards, the loss, the advantages and the optimizers. With agents, one of them tries the
+    model's chat template."""
     trials: list[Callable[[Config], None]] = []
     for part in all_configs(config).values() if Role.GENERATOR in roles else ():
         environment = part.environment

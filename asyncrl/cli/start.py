@@ -153,7 +153,7 @@ def run_in_terminal(
         finally:
             if KEPT is None:  # the run has ended, so the exit code of `sigterm_ends` would be wrong from now on
                 restarts.sigterm_kills()
-            if run_dir.asked and not run_dir.starts_again:  # by `asyncrl down` on another machine, too
+            if run_dir.asked and not run_dir.starts_again:  # also by `asyncrl down` on another machine
                 restarts.starts_no_other()
     if KEPT is not None:
         KEPT.in_order = summary is not None and run_dir.end is RunState.FINISHED
@@ -304,7 +304,9 @@ def mirrored(config: Config, run_dir: RunDir) -> Iterator[None]:
             yield
         finally:
             within_s = config.run.shutdown_grace_s
-            if run_dir.asked_from_outside:  # also if `run.stop_when` has finished it since
+            # The sender of SIGTERM may kill the process when the grace is over. This also holds if `run.stop_when` has
+            # finished the run since then.
+            if run_dir.asked_from_outside:
                 within_s = max(LEAST_AT_END_S, run_dir.left_s(within_s))
             mirror.finish(within_s=within_s)
 

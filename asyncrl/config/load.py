@@ -272,7 +272,7 @@ class _Wanted(NamedTuple):
 
 _TRUTH_WORDS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 """Words that YAML 1.1 reads as truth values. In YAML 1.2 they are text."""
-# what a field takes, by the type of pydantic's error about its value
+# The kind of value that a field takes, by the type of pydantic's error for another value.
 _WANTED = {
     "bool_type": _Wanted("true or false", (bool,)),
     "dict_type": _Wanted("a mapping of keys"),

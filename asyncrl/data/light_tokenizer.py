@@ -214,5 +214,5 @@ def model_folder(model: str, *, weights: bool) -> str:
     patterns = _DESCRIPTION + (_WEIGHTS if weights else [])
     try:
         return snapshot_download(model, allow_patterns=patterns, ignore_patterns=_OTHER_FORMATS)
-    except (OSError, ValueError, HfHubHTTPError):  # the Hub does not answer, and the cache is not known to be complete
+    except (OSError, ValueError, HfHubHTTPError):  # the Hub does not answer, and the cache may be incomplete
         return str(cached_files(model) or model)

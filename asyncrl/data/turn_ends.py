@@ -102,7 +102,7 @@ def behind_turn(render: Callable[[Sequence[Mapping[str, Any]]], list[int]], afte
     for images do."""
     one, other = (render([_user("a"), {"role": "assistant", "content": text}, *after]) for text in CONTENTS)
     if one == other:
-        raise ValueError("the template does not write the text of an answer")
+        raise ValueError("the chat template leaves out the text of an answer")
     return common_suffix(one, other)
 
 

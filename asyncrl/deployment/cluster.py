@@ -148,7 +148,7 @@ def _connect(**options: Any) -> Any:
 
 @contextlib.contextmanager
 def _changed(owner: Any, **values: Any) -> Iterator[None]:
-    """Gives attributes of `owner` other values within the block."""
+    """Sets attributes of `owner` to other values within the block, and restores them afterwards."""
     before = {name: getattr(owner, name) for name in values}
     try:
         for name, value in values.items():
@@ -188,8 +188,8 @@ def start_node(start: Callable[[], Started]) -> Started:
                     f"Ray did not start ({type(error).__name__}: {reason}); the logs of its processes are in "
                     f"{private_folder() / 'ray' / 'session_latest' / 'logs'}"
                 ) from error
-            # Ray would end the processes of the failed attempt only when this process ends. In a notebook, other
-            # threads of the caller may start processes at the same time, so only those of Ray are killed.
+            # Ray would end the processes of the failed attempt only when this process ends, so they are killed here.
+            # Other threads, as in a notebook, may start processes at the same time. These are not killed.
             for process in set(psutil.Process().children(recursive=True)) - set(before):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if _is_of_ray(process):
@@ -328,7 +328,7 @@ def _sigterm_stays_ours() -> Iterator[None]:
         yield
     finally:
         log.removeFilter(_is_not_about_sigterm)
-        # a process without its own handler keeps Ray's
+        # a process that had no handler of its own keeps the handler of Ray
         if callable(ours) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, ours)
             signal.siginterrupt(signal.SIGTERM, False)

@@ -86,7 +86,7 @@ def described_pools(config: Config) -> str:
 
 
 def advice(config: Config, place: str) -> str:
-    """Returns what the user can change if the memory at `place` is too small. Options that are on already are left
+    """Returns what the user can change if the memory at `place` is too small. Options that are already on are left
     out."""
     learner, generator = config.learner, config.generator
     if place == ENGINE_GPU:

@@ -130,7 +130,7 @@ class LearnerDeployment:
                 mends = error.restart_mends if isinstance(error, AsyncRLError) else isinstance(error, Exception)
                 self._starts_again = mends and self._supervised() and has_checkpoint(self._config)
                 if self._training.checkpoints is not None and self._log.steps:
-                    # now, because the ranks have the weights, and end when the stack `ranks` closes
+                    # Save the weights now: the ranks still have them, and end when the stack `ranks` closes.
                     await self._training.checkpoints.rescue(self._log.trained_steps)
                 raise
 
@@ -238,8 +238,9 @@ class LearnerDeployment:
         return short_grace(self._config.run.shutdown_grace_s, step_s=step_s, save_s=save_s)
 
     def _grace_left_s(self) -> float:
-        """Returns how many seconds the evaluation of the last weights may take; 0 if there must be none. With a mirror
-        there is none: all of the time is for sending the last checkpoint."""
+        """Returns how many seconds the evaluation of the last weights may take after a request to end; 0 if they must
+        not be evaluated. With `run.mirror`, they are not evaluated: all of the time is for sending the last
+        checkpoint."""
         if self._engines_end or self._config.run.mirror is not None:
             return 0.0
         return max(0.0, self._run_dir.left_s(self._config.run.shutdown_grace_s) - LEAVE_S)

@@ -223,8 +223,8 @@ class RunDir(RecordSink):
         self._records = [self._steps, self._evals]
         self._lock = taken.lock
         self._info = info
-        # For run.json. The main thread writes the request to end, while the run has a thread of its own. Reentrant,
-        # because a second signal may interrupt the handler of the first one.
+        # Guards run.json: the main thread records a request to end, and the run records its state in another thread.
+        # The lock is reentrant, because a second signal may interrupt the handler of the first one.
         self._writing = threading.RLock()
         self._samples_failing = False
         self._end: tuple[State, str] = ("finished", "done")
@@ -613,8 +613,8 @@ class RecordFile:
 
 
 def append_whole(path: Path, data: bytes) -> None:
-    """Appends all of `data` or nothing, because a partial record would corrupt the next one. Raises OSError if it
-    cannot be written."""
+    """Appends all of `data`. If only a part can be written, removes this part, which would corrupt the next record, and
+    raises OSError."""
     with opened_to_append(path, buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         try:

@@ -90,8 +90,8 @@ class ChatCall(_OpenAICall, frozen=True, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        # Checks the tools. They stay dicts, because templates get all of their fields. msgspec turns the error into one
-        # of the decoder.
+        # Checks the tools. They stay dicts, because templates get all fields of a tool. msgspec reports an error of
+        # this check like any other error in the body of a call.
         msgspec.convert(self.tools, list[_Tool] | None)
 
     @property

@@ -55,8 +55,8 @@ def engine_environment(config: Config, given: Mapping[str, str], *, loopback: st
     if Path(config.model.path).is_dir():
         preferred["HF_HUB_OFFLINE"] = "1"
     if loopback is not None:
-        # The processes of an engine are on one machine. gloo would listen at the address of the host's name, which
-        # other machines can often reach.
+        # By default, gloo listens at the address of the host's name, which other machines can often reach. The
+        # loopback interface is enough, because all processes of an engine are on one machine.
         preferred["GLOO_SOCKET_IFNAME"] = loopback
     if config.generator.gpus == 0:
         required |= {

@@ -78,7 +78,7 @@ def device_of(config: Config) -> Device:
 
     try:
         memory, name = current_platform.get_device_total_memory(), current_platform.get_device_name()
-    except Exception:  # it depends on the platform which errors there are
+    except Exception:  # the type of the error depends on the platform
         return Device(kind="gpu")
     return Device(kind="gpu", memory_gib=memory / GIB, name=name)
 
@@ -336,9 +336,9 @@ class VLLMEngine:
 
     async def shutdown(self) -> None:
         if self._llm.output_handler is not None and not self._llm.get_num_unfinished_requests():
-            self._llm.output_handler.cancel()  # or it may log that the engine is dead
+            self._llm.output_handler.cancel()  # otherwise vLLM may log that the engine is dead
         await asyncio.to_thread(self._llm.shutdown, ENGINE_EXIT_S)
-        self._llm.shutdown = lambda: None  # it is called again when Python ends, and fails then
+        self._llm.shutdown = lambda: None  # vLLM calls it again when Python ends, and this call would fail
         _, alive = await asyncio.to_thread(psutil.wait_procs, self._processes, ENGINE_EXIT_S)
         for process in alive:
             with suppress(psutil.NoSuchProcess):
@@ -410,7 +410,7 @@ class VLLMEngine:
         # The salt keeps a new request from using a cached prefix that other weights have computed, also those of a
         # version that was loaded again because it had not been whole. vLLM itself tells the prefixes of adapters apart.
         salt = f"{self.weights.version} {self.weights.loads}"
-        # vLLM would render a prompt of another kind, in a thread of its own.
+        # vLLM would render any other kind of prompt first, in an additional thread.
         prompt = tokens_input(list(tokens), cache_salt=salt)
         self._running.add(request_id)
         aborts = self._aborts
@@ -461,7 +461,7 @@ def _settings(config: Config, *, model_path: str, load_weights: bool, sleep_mode
 def _name_of(process: psutil.Process) -> str:
     try:
         return process.name()
-    except psutil.NoSuchProcess:  # it has ended already, which `died` finds
+    except psutil.NoSuchProcess:  # the process has ended already, and `died` reports it
         return "vLLM"
 
 

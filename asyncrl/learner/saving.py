@@ -222,8 +222,8 @@ class Checkpoints:
         )
 
     def _drop_old(self) -> None:
-        """Deletes all complete checkpoints but the newest `checkpoint.keep`, those of multiples of
-        `checkpoint.keep_every`, and the best ones. Deletes the remains of unfinished saves, too."""
+        """Deletes all complete checkpoints except the newest `checkpoint.keep`, those of steps that are multiples of
+        `checkpoint.keep_every`, and the best ones. Also deletes the remains of unfinished saves."""
         with self._warning():
             found = {int(match[1]): path for path in self.folder.iterdir() if (match := _STEP.fullmatch(path.name))}
             whole = sorted(step for step, path in found.items() if (path / COMPLETE).exists())

@@ -269,8 +269,8 @@ class Stages:
         time, and their advantages are computed again.
         """
         policy, critic = self.policy, self.critic
-        # A second meta for the same rows. It names the columns that only the estimator and the critic read, so that the
-        # policy's training does not fetch them.
+        # A second meta for the same rows. Columns that only the estimator and the critic read are added to
+        # `scoring_meta` and not to `meta`, so that the policy's training does not fetch them.
         scoring_meta = meta.slice(0, meta.size)
         read: frozenset[str] = getattr(self.loss, "columns", frozenset())
         columns = {"sample_mask": samples.mask_B}

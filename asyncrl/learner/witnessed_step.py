@@ -286,7 +286,8 @@ class ExpectedBeta:
 
 
 def controlled_penalty(config: Config) -> Axes | None:
-    """Returns the axes of the penalty whose β follows the steps before; None if the objective has none."""
+    """Returns the axes (the settings) of the penalty with `control`, whose β follows from the KL of the steps before.
+    Returns None if the objective has no such penalty, or for a loss of the user's own."""
     if own_loss(config.algorithm) is not None:
         return None
     penalty = resolve_objective(config.algorithm.loss, config.algorithm.overrides).controlled()

@@ -134,8 +134,9 @@ class RankActor:
         """Calls `function(worker, rows, *shared)`. `rows` are the rows themselves, or a meta that names them. `shared`
         are references to objects of the caller, such as a loss.
 
-        For a meta, the rank fetches the rows and writes columns of the result back: `writes` maps their names in the
-        result to their names on the data plane. A refusal (`REFUSALS`) is returned, not raised.
+        For a meta, the rank fetches the rows. If `writes` is not empty, the rank writes columns of the result back and
+        returns None: `writes` maps their names in the result to their names on the data plane. A refusal (`REFUSALS`)
+        is returned, not raised.
         """
         try:
             self._step = options.get("step", self._step)
@@ -182,7 +183,7 @@ class RankActor:
         # transformers loads models as the variables say that accelerate has set, and `setup` keeps those that are set
         for name in os.environ.keys() - self._environment.keys():
             del os.environ[name]
-        # not all variables at once: Ray's threads may read one meanwhile
+        # Only changed variables are set, because Ray's threads may read the others at the same time.
         os.environ.update({name: value for name, value in self._environment.items() if os.environ.get(name) != value})
 
     def _opened(self, shared: Sequence[ray.ObjectRef[Any]]) -> list[Any]:

@@ -199,7 +199,8 @@ class RankGroup(Generic[WorkerT]):
         self.begun, self._placed, self._ranks = True, placed, list(placed.actors)
         run = self._config.run
         incarnation = fact("incarnation")  # of the learner's process, which starts the ranks
-        # An audit, or a loop of one's own, does not have the directory that config.yaml names, so it writes none there.
+        # An audit, or a loop of the user's own, does not have the run directory of the config. So its ranks write no
+        # logs there.
         logs = None if incarnation is None else logs_folder(run.dir / run.name)
         try:
             addresses = self._all("begin", config=self._config, incarnation=incarnation, logs=logs)
@@ -212,7 +213,8 @@ class RankGroup(Generic[WorkerT]):
             raise
 
     def _taken_over(self) -> PlacedRanks | None:
-        """Returns kept ranks that fit and live; None if there are none. Ends others of this worker, so that their
+        """Returns the ranks that an earlier run of this process has kept for this worker, if they are alive and were
+        started with the same settings; otherwise None. Ends kept ranks of this worker that do not fit, so that their
         resources are free."""
         section, fixed = self._worker.section, fixed_at_start(self._worker, self._config)
         for placed in [each for each in self._kept if each.fixed[0] is self._worker]:

@@ -229,8 +229,8 @@ def _layout(
         if id(entry) not in known:
             shown = repr(entry) if isinstance(entry, str) else f"of the type {type(entry).__name__}"
             raise ConfigError(
-                f"{key}.name = {path}: its state has the key {shown}, which is not a parameter, and a "
-                "checkpoint keeps the state of parameters only; keep all state in self.state[parameter]"
+                f"{key}.name = {path}: its state has a key that is not a parameter ({shown}). A checkpoint keeps the "
+                "state of parameters only; keep all state in self.state[parameter]"
             )
     found: list[dict[str, Any]] = []
     for parameter in parameters:

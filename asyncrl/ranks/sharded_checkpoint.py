@@ -125,13 +125,13 @@ class ShardedState:
         on_all_ranks(lambda: copies.take(tensors), group=self.group)
 
     def _has_moments(self) -> bool:
-        """Returns whether the optimizer has a state. Raises CheckpointError on all ranks if only some have one. A
-        collective."""
+        """Returns whether the optimizer has a state. Raises CheckpointError on all ranks if it has a state on only some
+        of them. A collective."""
         has = gather_objects(bool(self.optimizer.state), group=self.group)
         if any(has) and not all(has):
             raise CheckpointError(
-                f"the optimizer has no state on rank {has.index(False)}, and one on other ranks; let each "
-                "parameter have a state after the first step, also for an empty shard"
+                f"the optimizer has no state at all on rank {has.index(False)}, but has a state on other ranks; let it "
+                "make a state for each parameter in the first step, also for a parameter whose shard is empty"
             )
         return all(has)
 
@@ -140,7 +140,7 @@ class ShardedState:
         a checkpoint has one number for all of them. The numbers of AdamW are counts of steps. A collective."""
         if type(self.optimizer) is torch.optim.AdamW or not self._has_moments():
             return
-        # as text, because NaN differs from itself
+        # The numbers are compared as text, because NaN differs from itself.
         own = {
             name: str(value.item())
             for name, value in self._moments().items()

@@ -112,7 +112,7 @@ class _Above:
         return value < self.limit.value if self.below else value > self.limit.value
 
 
-# Nothing is trained, or not what should be.
+# Training: whether groups and steps are trained, and whether the updates are right.
 
 
 def nothing_trained(seen: Evidence) -> Finding | None:
@@ -400,7 +400,7 @@ def _changed(seen: Evidence, number: Number, *, lost: Limit, grown: Limit, what:
             return None
         return value < lost.value * start.mean if falls else value > grown.value * start.mean
 
-    # A number that collapses within the first steps makes their own error large.
+    # A number that collapses within the first steps makes the error of their mean large.
     clear = abs(distance(start, now)) >= CLEAR.value or all(beyond(record) for record in seen.last)
     if not (falls or rises) or not clear or _learns(seen):
         return None

@@ -98,8 +98,9 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
         ours_by_row, theirs_by_row = list(map(len, self.logprobs)), list(map(len, engine_logprobs))
         if ours_by_row != theirs_by_row:
             raise HandshakeError(
-                f"the engine returned {theirs_by_row} log-probs for the probe's sequences, but the learner has "
-                f"{ours_by_row}; check that both pools read the same `model.path`"
+                "the engine and the learner have different numbers of log-probs for the probe's sequences: the engine "
+                f"returned {theirs_by_row}, and the learner computed {ours_by_row}; check that both pools read the "
+                "same `model.path`"
             )
         return [
             abs(ours - theirs)
@@ -302,7 +303,8 @@ def check_published(published: Parameters, expected: Parameters, *, what: str) -
 def is_news(offered: Version, loaded: Version | None) -> bool:
     """Returns True if a replica should load `offered`, False if it has loaded this version already.
 
-    Raises VersionRegression for an older step of the same incarnation, and for an older incarnation (F13).
+    Raises VersionRegression for an older step of the same incarnation, and for an older incarnation (F13 in
+    docs/faults.md).
     """
     if loaded is None or offered > loaded:
         return True

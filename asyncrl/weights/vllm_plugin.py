@@ -11,7 +11,7 @@ one of three ways:
 - Shared: a learner rank on the same device shares its memory. The bytes are verified here.
 """
 
-# Without vLLM, as after `make unit`, its classes are unknown to mypy.
+# If vLLM is not installed, as after `make unit`, mypy does not know its classes.
 # mypy: allow-subclassing-any, no-warn-unused-ignores
 
 import contextlib
@@ -105,7 +105,7 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
         `update_info` then applies it. At its end, the thread writes `message` to `pipe`, also if it has failed or had
         nothing to prepare."""
         if self._preparing is not None:
-            wait([self._preparing.ended])  # it prepares an update that was given up
+            wait([self._preparing.ended])  # the thread still prepares an update that was given up
         swap = None if self._reloading else self._swap
         ended = in_daemon(partial(_prepare, update_info, swap, pipe, message), name="new weights")
         self._preparing = Preparing(update_info, swap, ended)
@@ -187,7 +187,7 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
         """Drops all that earlier updates have left here, but not the weights themselves. Call it between two updates:
         the next one must be whole, and is then loaded as the first one of a new engine."""
         if self._preparing is not None:
-            wait([self._preparing.ended])  # it prepares an update that was given up
+            wait([self._preparing.ended])  # the thread still prepares an update that was given up
         self.shutdown()
         self._preparing = self._received = self._swap = None
         self._expected = {}

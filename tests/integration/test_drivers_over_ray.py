@@ -275,7 +275,7 @@ def test_the_kl_in_the_reward_is_whitened_over_two_ranks_as_over_one(with_kl: TQ
     assert found is not None
     torch.testing.assert_close(rows["advantages"], found.advantages_BS)
 
-    for shape, words in ((False, "mine"), (True, "an estimator returned advantages of shape")):
+    for shape, words in ((False, "mine"), (True, "the advantage estimator returned advantages of shape")):
         with pytest.raises(CallRefused, match=words):
             policy.get_advantages_from_meta(meta, Failing(shape=shape))
     with pytest.raises(MissingColumns, match=r"rows do not have all of .*values"):

@@ -140,7 +140,7 @@ REFUSED: dict[str, tuple[OptimizerSection, str]] = {
     "a list in itself": (own("ListsInItself"), "a new optimizer with the state of another one makes another step"),
     "a count that acts later": (own("ActsLater"), r"its steps changed self\.calls, which"),
     "a count in its groups": (own("ActsLaterByItsGroup"), "its steps changed 'calls' of a parameter group, which"),
-    "state of no parameter": (own("SharedState"), "its state has the key 'norms', which is not a parameter"),
+    "state of no parameter": (own("SharedState"), r"its state has a key that is not a parameter \('norms'\)"),
     "not initialized": (own("NotInitialized"), r"needs super\(\).__init__\(params, defaults\), and it raised Attrib"),
     "late state": (own("Late"), "its second step made another state than its first one"),
     "precision": (own("Half"), "its state has 'low', which is a tensor of torch.bfloat16"),

@@ -187,8 +187,7 @@ def test_the_probe_has_the_difference_of_every_token() -> None:
 @pytest.mark.fault("F25")
 def test_log_probs_not_as_many_as_the_probes_tokens_fail_the_handshake(scores: list[list[float]]) -> None:
     probe = Probe(tokens=((1, 2, 3), (4, 5)), logprobs=((-1.0, -2.0), (-3.0,)))
-    found = [len(row) for row in scores]
-    counts = re.escape(f"{found} log-probs for the probe's sequences, but the learner has [2, 1]")
+    counts = re.escape(f"the engine returned {[len(row) for row in scores]}, and the learner computed [2, 1]")
     with pytest.raises(HandshakeError, match=counts):
         probe.differences_nats(scores)
 

@@ -270,8 +270,8 @@ def open_group(group: SharedGroup, *, device: torch.device) -> list[tuple[str, t
     if found != group.checksum:
         names = ", ".join(entry.name for entry in group.entries[:3])
         raise ManifestMismatch(
-            f"the group with {names} has the checksum {found}, but the learner's was {group.checksum}, so its bytes "
-            "have changed; start the refit again"
+            f"the group of tensors with {names} has the checksum {found}, but the learner computed {group.checksum}: "
+            "its bytes have changed since then; start the refit again"
         )
 
     return [(entry.name, view_of(entry, data)) for entry in group.entries]
