@@ -364,7 +364,8 @@ def test_a_process_that_was_killed_while_it_took_the_mirror_can_be_followed(stor
 
 
 @pytest.mark.parametrize(
-    ("at", "whole"), [("manifest.json", 0), ("policy/weights", 0), (COMPLETE, 1), ("latest.json", 0), ("steps.jsonl", 0)]
+    ("at", "whole"),
+    [("manifest.json", 0), ("policy/weights", 0), (COMPLETE, 1), ("latest.json", 0), ("steps.jsonl", 0)],
 )
 def test_a_process_that_loses_the_mirror_in_a_pass_completes_no_other_checkpoint(
     at: str, whole: int, storage: Storage, tmp_path: Path
