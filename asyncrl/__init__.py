@@ -1,6 +1,6 @@
 """asyncrl: asynchronous reinforcement learning of language models.
 
-A pool of generators and a pool of learners run at the same time, each at its own speed. Importing this package does not
+The generators and the learner of a run work at the same time, each at its own speed. Importing this package does not
 import torch, ray or vllm: the public names below are imported when they are first used.
 """
 

@@ -61,8 +61,9 @@ def run(
     progress. A run of this name that did not finish is resumed from its newest checkpoint, unless `fresh` is True.
 
     Raises the error that ends the run: ConfigError and DatasetError before anything has started, RunError if this
-    process already uses Ray, and others of `asyncrl.errors` later. Also raises RunError, with `restart_mends`, if a pod
-    of the learner that ends asked the run to start again. If a callback raises, or on Ctrl-C (in a notebook:
+    process already uses Ray, and others of `asyncrl.errors` later. Also raises RunError, with `restart_mends`, if the
+    run has ended in order to start again, because a Kubernetes pod of the learner was about to end
+    (`asyncrl.deployment.pod_end`). If a callback raises, or on Ctrl-C (in a notebook:
     "interrupt"), the run first ends cleanly and saves its weights; then the error is raised. A second Ctrl-C is raised
     at once, while the run ends in the background. In the main thread, SIGTERM without a handler counts as Ctrl-C.
 
@@ -73,7 +74,7 @@ def run(
     layer = config.model_dump(mode="json") if isinstance(config, Config) else config
     checked, warnings = checked_config([layer, overrides or {}], [])
     print_warnings(warnings)
-    if "ray" not in sys.modules:  # an imported Ray ignores the variable that is set here, and turns tokens on by itself
+    if "ray" not in sys.modules:  # else Ray has read the environment already, and turns tokens on by itself
         use_ray_token(own=checked.ray.address is None)
     prompts = prepare(checked)
     choose = _enter_ray(checked, no_checkpoint if fresh else unfinished_run)
@@ -88,8 +89,8 @@ def run(
         raise interruption
     if run_dir.end is RunState.STARTING:
         error = RunError(
-            "a pod of the learner that ends asked the run to save its weights and to start again: call asyncrl.run "
-            "again, which resumes it from its newest checkpoint"
+            "a pod of the learner is about to end, and asked the run to save its weights and to start again: call "
+            "asyncrl.run again, which resumes the run from its newest checkpoint"
         )
         error.restart_mends = True
         raise error
@@ -127,9 +128,10 @@ class _CallbackRecords(RecordSink):
 
 def _enter_ray(config: Config, choose: Choice) -> Choice:
     """Joins the cluster at `ray.address`, if it is set. Returns the function that chooses the checkpoint from which the
-    run is resumed: `choose`, or what `join_admitted` makes of it.
+    run is resumed: `choose`, or the function that `join_admitted` returns in its place.
 
-    Raises RunError if this process already uses Ray, and the error with which a run on the cluster refuses this one.
+    Raises RunError if this process already uses Ray, and the error of `join_admitted` if a run of this name on the
+    cluster refuses this process as its learner.
     """
     import ray
 

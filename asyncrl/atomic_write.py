@@ -66,5 +66,5 @@ def _remove_leftovers(path: Path) -> None:
 
 def _plain(path: str, flags: int) -> int:
     """Opens a file without following a link, and without waiting for the writer of a pipe: another program may have
-    made the entry."""
+    put a link or a pipe there."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)

@@ -30,12 +30,12 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def unfinished(path: Path) -> Path:
-    """Returns where the directory for `path` is written until it is published."""
+    """Returns the path at which the directory is written that `publish` moves to `path`."""
     return path.with_name(path.name + ".tmp")
 
 
 def _replaced(path: Path) -> Path:
-    """Returns where the complete checkpoint at `path` stays while another one replaces it."""
+    """Returns the path to which the old checkpoint at `path` is moved while `publish` replaces it."""
     return path.with_name(path.name + ".replaced")
 
 
@@ -66,8 +66,8 @@ def finish(path: Path, *, save_id: str) -> None:
 
 
 def publish(path: Path) -> None:
-    """Moves the finished directory to `path`, and returns when the disk has it there. At each point there is a complete
-    checkpoint at `path` or at `_replaced(path)`, if there was one before."""
+    """Moves the finished directory to `path`, and returns when the disk has it there. If there was a checkpoint at
+    `path` before, there is a complete one at `path` or at `_replaced(path)` at each moment."""
     if (path / COMPLETE).exists():
         shutil.rmtree(_replaced(path), ignore_errors=True)
         path.rename(_replaced(path))

@@ -9,21 +9,21 @@ AsyncRLError
 │   ├── RunLocked              another process holds the run's directory or name (F35)
 │   ├── FileRefused            an entry of a run directory is not a file that a run writes
 │   ├── ClusterElsewhere       a run directory names a Ray cluster of which this machine is not a node
-│   ├── AnotherRun             the run on a cluster has the name of a run directory, and is not its run
+│   ├── AnotherRun             a run on a cluster has the name of a run directory, but is another run
 │   ├── LearnerNotRestored     a new learner would continue a run without the weights that the run has trained
 │   ├── Fenced                 another learner has taken over the run of this learner
 │   ├── RunMismatch            a deployment tries to join a run with other settings, prompts or versions of packages
-│   ├── HandshakeError         the pools disagree on tokenizer, vocabulary or log-probs (F25)
+│   ├── HandshakeError         the pools disagree on tokenizer, vocabulary or the shape of log-probs (F25)
 │   ├── GeneratorPoolExhausted fewer live replicas than `generator.min_replicas`
-│   ├── RunEnded               `asyncrl down` ended the run, or another run took its directory while it was watched
+│   ├── RunEnded               `asyncrl down` ended the run, or another run took the directory that a command watches
 │   ├── StallError             no progress within `run.stall_timeout_s` (F5)
 │   ├── ReplicaFailed          a replica of the generator pool cannot go on
 │   │   ├── EngineDied         a process of its engine has ended
 │   │   ├── EngineStuck        its engine generates no token
-│   │   └── Quarantined        the coordinator gives no tickets to it any more
+│   │   └── Quarantined        the coordinator gives the replica no tickets any more
 │   ├── PlacementError         Ray had no resources for a process before the deadline
 │   ├── ActorGone              the process that serves a call has ended
-│   │   └── RowsLost           the process that stored some rows has ended, and the rows with it (F37)
+│   │   └── RowsLost           rows are lost, because the process that stored them has ended (F37)
 │   ├── CallTimeout            a call to another process took longer than its limit
 │   │   ├── ActorUnreachable   an actor cannot be reached at the moment; its process may live
 │   │   └── ClusterUnreachable no Ray cluster answers at the address, because its head was lost or does not run yet
@@ -36,13 +36,13 @@ AsyncRLError
 │   ├── NonFiniteError         too many consecutive steps with a non-finite loss or gradient (F21)
 │   └── StalenessViolation     a token older than the limit reached a batch; this is a bug of asyncrl
 ├── RolloutError               one rollout failed; each failure is INFRA or DATA
-│   ├── InfraError             the rollout is retried elsewhere, at most `buffer.max_attempts` times
-│   └── DataError              not retried; `generator.max_data_failures` consecutive ones stop the run
+│   ├── InfraError             tried again, if possible on another replica, for `buffer.max_attempts` attempts in all
+│   └── DataError              not tried again; `generator.max_data_failures` consecutive ones stop the run
 ├── CheckpointError            a checkpoint cannot be written or loaded
 │   ├── CheckpointIncomplete   the directory has no marker of a finished save (F7)
 │   ├── CheckpointDamaged      a file of a finished save is missing, cannot be read or has changed
-│   ├── CheckpointOfOtherFormat  a version of asyncrl wrote it whose checkpoints this version does not read
-│   └── CheckpointMismatch     a tensor differs from the live model, or directories are of different saves
+│   ├── CheckpointOfOtherFormat  another version of asyncrl wrote it in a format that this version does not read
+│   └── CheckpointMismatch     a tensor's name, shape or dtype differs, or folders are of different saves
 └── WeightError                a weight update cannot be applied
     ├── ManifestMismatch       a name, shape or dtype differs (F12)
     │   └── WeightsDamaged     bytes arrived damaged (F12)
@@ -51,7 +51,7 @@ AsyncRLError
     ├── TornReplica            only part of an update was applied; the replica stays paused (F11)
     ├── ParityError            the engine's log-probs differ from the learner's log-probs
     │   └── FirstParityError   they differ for the first weights of an engine
-    ├── ManifestVoid           the process that published the weights has ended, and their bytes with it
+    ├── ManifestVoid           the bytes of the weights are lost, because the process that published them has ended
     ├── FetchFailed            the bytes of a version did not arrive in time, or there was no memory for them
     ├── CollectiveError        a peer of the weights' process group is dead, missing or did not answer in time
     └── UpdateRefused          another peer refused the update before the transfer; the process group stays usable
@@ -198,7 +198,8 @@ class PlacementError(RunError):
 
 class CallRefused(RunError):
     """The ranks cannot use the arguments of a call. The ranks accept the next call, and no rank has changed its state.
-    There is one exception: before a `LossFailed`, earlier updates of the same call were applied."""
+    There is one exception: if the loss of a later update of a call raises `LossFailed`, the updates before it were
+    applied."""
 
 
 class MissingColumns(CallRefused):
@@ -219,11 +220,12 @@ class LossFailed(CallRefused):
 
 
 class WitnessFailed(CallRefused):
-    """The witness found that an update is not the one that the configuration describes. The text names the check, the
-    token or the tensor, and both numbers. The optimizer update was not applied on any rank.
+    """The witness (`asyncrl.witness`), which computes updates a second time by a plain path, found that an update is
+    not the one that the configuration describes. The text names the check, the token or the tensor, and both numbers.
+    The optimizer update was not applied on any rank.
 
-    Also raised after an evaluation that must be greedy and sampled tokens that are not the most probable ones. The text
-    then has their number."""
+    Also raised if an evaluation that must be greedy has generated tokens that are not the most probable ones. The text
+    then has the number of these tokens."""
 
 
 class Offloaded(CallRefused):
@@ -286,7 +288,8 @@ class CheckpointDamaged(CheckpointError):
 
 
 class CheckpointOfOtherFormat(CheckpointError):
-    """A version of asyncrl wrote the checkpoint whose format this version does not read (docs/compatibility.md)."""
+    """Another version of asyncrl wrote the checkpoint in a format that this version does not read
+    (docs/compatibility.md)."""
 
 
 class CheckpointMismatch(CheckpointError):
@@ -326,8 +329,8 @@ class ParityError(WeightError):
 
 
 class FirstParityError(ParityError):
-    """For the first weights that this start of the engine has loaded, engine and learner compute different log-probs.
-    `nats` is the largest difference. It is NaN if only the text of the error came from the other process."""
+    """For the first weights that an engine has loaded since its start, engine and learner compute different log-probs.
+    `nats` is the largest difference. It is NaN if the number is not known."""
 
     def __init__(self, message: str, *, nats: float = math.nan) -> None:
         super().__init__(message)
@@ -361,16 +364,19 @@ together, or the error leaves the process group intact. In both cases the ranks 
 
 
 INTERRUPTED = 130
-"""Exit code (128 + SIGINT) of a process that a second signal ends, or whose start does not end within the grace."""
+"""Exit code (128 + SIGINT) of a process that a second signal ends, or that was asked to end before it had trained a
+step and does not end within `run.shutdown_grace_s`."""
 PREEMPTED = 76
-"""Exit code of a command that SIGTERM ended in order before the run's last step: the same command continues the run."""
+"""Exit code of a command that SIGTERM ended cleanly before the run's last step: the same command continues the run."""
 SAME_SIGNAL_S = 1.0
-"""A signal that comes again within this time counts once, seconds. `ray job stop`, systemd and `timeout` signal each
-process of a command, and the command's parent passes the signal on to a child that has received it already."""
+"""If the same signal comes again within this time, it counts once, seconds. `ray job stop`, systemd and `timeout`
+signal each process of a command, and the command's parent passes the signal on to a child that has received it
+already."""
 
 
 class Terminated(SystemExit):
-    """SIGTERM has ended a command before it handles signals in its own way. The exit code is `PREEMPTED`."""
+    """SIGTERM has come before a command had installed the handlers for a clean end of its run, and ends the command.
+    The exit code is `PREEMPTED`."""
 
     def __init__(self) -> None:
         super().__init__(PREEMPTED)

@@ -5,7 +5,7 @@
     replica-NAME.log  replica-NAME.2.log       a replica, and its second process after it was started again
     gateway-NAME.log                           the gateway of a replica, with the name of the replica's process
     learner-rank-0.1.log  critic-rank-0.1.log  rank 0 of the model, in incarnation 1 of the run
-    coordinator.log                            the buffer
+    coordinator.log                            the coordinator, which holds the replay buffer
     reward-HOST.log                            the lines that reward code prints in the replicas of a machine
 
 Only the learner makes the folder. Another process writes its file if the folder exists on its machine, because it runs
@@ -32,7 +32,7 @@ LOG_BYTES = 64 * 2**20
 LOG_FILES = 4
 """Number of earlier files of a log that are kept."""
 WAITING_LINES = 10_000
-"""Lines of a process that wait until they are written. Further ones are only in the log on stderr."""
+"""Largest number of lines of a process that wait to be written. Further lines are only on stderr."""
 LAST_LINES_S = 2.0
 """Longest wait for the last lines at the end of a process, seconds."""
 
@@ -47,8 +47,9 @@ def append_line(path: Path, line: bytes) -> None:
     """Appends a line to a log in a folder of a run's directory. Other processes of this machine may append to it too;
     on a mount, lines of several machines would overwrite each other. Follows no link in place of the folder.
 
-    A file of `LOG_BYTES` is renamed to `.1`, an older one to `.2`, and so on. `LOG_FILES` of them are kept. Raises
-    FileNotFoundError if the folder of the log does not exist, and another OSError if the line cannot be written.
+    A log that has reached `LOG_BYTES` is renamed to `.1`, an older one to `.2`, and so on. `LOG_FILES` renamed ones are
+    kept. Raises FileNotFoundError if the folder of the log does not exist, and another OSError if the line cannot be
+    written.
     """
     while True:
         with opened_to_append(
@@ -60,15 +61,16 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def make_room(path: Path) -> None:
-    """Renames a log as `append_line` does, for a process that has it as its standard output and begins now. Raises
-    OSError if it cannot be renamed."""
+    """Renames a log if it is full, as `append_line` does. Call it before the start of a process whose standard output
+    is this log. Raises OSError if the log cannot be renamed."""
     with opened_to_append(path, buffering=0) as file:
         _renamed_if_full(path, file)
 
 
 def _renamed_if_full(path: Path, file: BinaryIO) -> bool:
-    """Renames the `file` of a log if it has `LOG_BYTES`. Returns whether `path` is free or another file afterwards. A
-    full file stays if another process renames it now, or if the file system has no locks."""
+    """Renames the log `path`, which is open as `file`, if it has reached `LOG_BYTES`. Returns True if `file` is not the
+    file at `path` any more: it was renamed, now or before. A full file stays, and the return value is False, if another
+    process renames it at this moment, or if the file system has no locks."""
     if os.fstat(file.fileno()).st_size < LOG_BYTES:
         return False
     try:
@@ -102,19 +104,20 @@ class LogFile(logging.Handler):
         self._thread.start()
         logging.getLogger().addHandler(self)
         if output := _file_of_stderr():
-            logger.info("the output of libraries and of processes below this one is in %s only", output)
+            logger.info("the output of libraries and of child processes of this process is in %s only", output)
 
     @property
     def path(self) -> str:
-        """The file with the log of this process on its machine: `path` if its folder exists. Otherwise the file of
-        stderr, which is in the folder of Ray's session for an actor; empty if stderr is no file."""
+        """The file with the log of this process on its machine: the constructor's `path`, once lines were written to
+        it. Before that, or if its folder does not exist, the file of stderr, which is in the folder of Ray's session
+        for an actor; empty if stderr is not a file."""
         return str(self._path) if self._written else _file_of_stderr()
 
     def __enter__(self) -> "LogFile":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):  # only here: the command prints it on stderr
+        if isinstance(error, Exception):  # only in this file: the command itself prints the error on stderr
             ended = (type(error), error, error.__traceback__)
             self.emit(logging.LogRecord(__name__, logging.ERROR, __file__, 0, "ended by an error", (), ended))
         self.close()
@@ -141,7 +144,7 @@ class LogFile(logging.Handler):
             except FileNotFoundError:
                 self._written = False
             except OSError as error:
-                if not self._failing:  # this record comes back here, and is then only on stderr
+                if not self._failing:  # the warning comes to this handler too, and must not cause another warning
                     self._failing = True
                     logger.warning("cannot write %s (%s): its lines are only on stderr", self._path, error)
             else:
@@ -149,7 +152,7 @@ class LogFile(logging.Handler):
 
 
 def _file_of_stderr() -> str:
-    """Returns the path of the file to which stderr of this process goes; empty if it is no file, or closed."""
+    """Returns the path of the file to which stderr of this process goes; empty if stderr is not a file, or closed."""
     try:
         path = os.readlink("/proc/self/fd/2")
     except OSError:

@@ -13,8 +13,8 @@ def die_with(parent_pid: int) -> None:
 
     If the parent has already ended, this process ends at once. Otherwise the kernel sends SIGKILL when the *thread*
     that started this process ends, so that thread must live as long as the parent. The setting survives `exec`. Child
-    processes do not inherit it: each child must call this function. On other systems than Linux, only the check for a
-    parent that has already ended is made.
+    processes do not inherit it: each child must call this function. On other systems than Linux, this function only
+    checks whether the parent has already ended.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Reads the files of a run directory that another person may have made, for example one that came by mail.
+"""Opens the files of a run directory safely: another person may have made it, for example one that came by mail.
 
     read(run / "run.json")                                   the content of a file of the directory
     read(run / "samples" / "step-1.jsonl", inside=run)       the content of a file in a folder of the directory
@@ -21,10 +21,10 @@ from typing import BinaryIO
 from asyncrl.errors import FileRefused
 
 RECORD_BYTES = 2**24
-"""Largest file that is read as one record, such as run.json or the manifest of a checkpoint, and longest line of a file
-with a record in each line."""
+"""Bytes of the largest file that is read as one record, such as run.json or the manifest of a checkpoint, and of the
+longest line of a file with a record in each line."""
 FILE_BYTES = 2**30
-"""Largest file with many records, such as steps.jsonl."""
+"""Bytes of the largest file with many records that is read, such as steps.jsonl."""
 MOST_FOLDERS = 50
 """Largest number of folders between a run directory and a file in it. Python cannot remove much deeper folders."""
 UNREADABLE = (OSError, ValueError, RecursionError, MemoryError)
@@ -105,7 +105,7 @@ def sizes_below(folder: Path) -> dict[str, int]:
     while folders:
         place, above = folders.pop()
         if above > MOST_FOLDERS:
-            raise FileRefused(f"{_named(folder)} has more than {MOST_FOLDERS} folders in each other: remove them")
+            raise FileRefused(f"{_named(folder)} has more than {MOST_FOLDERS} folders inside each other: remove them")
         with os.scandir(place) as entries:
             for each in entries:
                 if not _is_plain(each):

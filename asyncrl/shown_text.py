@@ -70,14 +70,14 @@ _facts: dict[str, object] = {}
 def describe_process(**facts: object) -> None:
     """Adds facts of this process to each line of its log in JSON: its run, role, incarnation, replica or rank, step.
 
-    A fact may be a function, which is called for each line. It must not raise an error. A fact that is None is left out
+    A fact may be a function, which is called for each line and must not raise an error. A fact that is None is left out
     of the line.
     """
     _facts.update(facts)
 
 
 def fact(name: str) -> object:
-    """Returns the value that a fact of `describe_process` has now; None if this process has none of this name."""
+    """Returns the present value of the fact `name` of `describe_process`; None if this process has no such fact."""
     found = _facts.get(name)
     return found() if callable(found) else found
 
@@ -109,7 +109,7 @@ class JsonLogFormatter(logging.Formatter):
             "time": utc(record.created),
             "level": record.levelname,
             "logger": record.name,
-            # a secret is replaced before the text is encoded, because JSON writes some characters of it otherwise
+            # secrets are replaced before the text becomes JSON: with JSON's escapes, they would not be recognised
             "message": redacted(record.getMessage()),
             "node": self._node,
             "pid": record.process,

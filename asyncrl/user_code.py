@@ -24,7 +24,8 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 
 def find_user_modules() -> None:
-    """Lets this process find modules in the folders of `USER_FOLDERS`, after all other places."""
+    """Appends the folders of `USER_FOLDERS` to `sys.path`, so that this process finds the user's modules. All other
+    folders come first."""
     folders = filter(None, os.environ.get(USER_FOLDERS, "").split(os.pathsep))
     sys.path += [folder for folder in folders if folder not in sys.path]
 

@@ -64,7 +64,8 @@ class Name(NamedTuple):
 
 class Text(NamedTuple):
     """A text in the source of a module of vLLM on which asyncrl relies, for example the form of a log line, the name of
-    a process, or numbers that asyncrl repeats. `use` says what for: it continues the sentence "asyncrl …"."""
+    a process, or numbers that asyncrl repeats. `use` says what asyncrl needs the text for: it continues the sentence
+    "asyncrl …"."""
 
     module: str
     text: str
@@ -106,7 +107,7 @@ INTERNALS: tuple[Name | Text, ...] = (
     Name("vllm.platforms.interface", "Platform", "get_device_total_memory get_device_name", _DEVICE),
     Text("vllm.engine.arg_utils", "if device_memory >= 160 * GiB_bytes:", _SERVED),
     Text("vllm.engine.arg_utils", 'elif device_memory >= 70 * GiB_bytes and "a100" not in device_name:', _SERVED),
-    Name("vllm.envs", "enable_envs_cache", "", "has environment variables read once, not in each request"),
+    Name("vllm.envs", "enable_envs_cache", "", "makes vLLM read environment variables once, not in each request"),
     Name(
         "vllm.v1.engine.async_llm",
         "AsyncLLM",

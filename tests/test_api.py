@@ -182,7 +182,7 @@ def test_a_run_that_was_asked_to_start_again_ends_with_an_error_that_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def attend(training: Any, *, calls: Any, run_dir: RunDir) -> tuple[object, None]:
-        run_dir.asked_to_end("a pod of the learner that ends", restarts=True)
+        run_dir.asked_to_end("a pod of the learner that is about to end", restarts=True)
         run_dir.stopped("after step 1 of 2")
         return object(), None
 

@@ -244,7 +244,7 @@ def test_the_command_needs_the_standard_library_only(vllm: Path) -> None:
     assert (code, shown[:21]) == (2, "vLLM is not installed")
     code, shown = run(ROOT, vllm.parent)
     assert code == 1
-    assert "vllm.envs: enable_envs_cache is missing; asyncrl has environment variables read once" in shown
+    assert "vllm.envs: enable_envs_cache is missing; asyncrl makes vLLM read environment variables once" in shown
 
 
 def test_the_page_has_the_table() -> None:

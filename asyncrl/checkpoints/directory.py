@@ -3,12 +3,13 @@
     checkpoints/step-140/
       hf/              weights that vLLM and transformers load (`checkpoint.hf`)
       policy/ critic/  weights and optimizer, written by the ranks (`asyncrl.ranks.sharded_checkpoint`)
-      buffer.msgpack   the buffer at the ack of the step (`BufferSnapshot`)
+      buffer.msgpack   the buffer and the position in the prompts at the ack of the step (`RunSnapshot`)
       rows/            rows of the groups that were ready
-      manifest.json    what the checkpoint is of, and each file with size and checksum
+      manifest.json    the run and the version of the checkpoint, and each file with size and checksum
       COMPLETE         written last
 
-A save that ends early leaves `step-140.tmp`, which is never read. Everything in a checkpoint is of the same moment.
+A save that ends early leaves `step-140.tmp`, which is never read. All parts of a checkpoint have the state of the same
+moment.
 """
 
 import logging
@@ -37,8 +38,8 @@ HF = "hf"
 """Folder of a checkpoint with weights that vLLM and transformers load. A run that fails may save only this folder."""
 SCHEMA = 3
 """Number of the format of all files of a checkpoint. It changes when another version of asyncrl could not read a
-checkpoint, or would misread it. docs/compatibility.md lists the formats, and tests/checkpoints/kept_run has one of each
-file."""
+checkpoint, or would misread it. docs/compatibility.md lists the formats, and tests/checkpoints/kept_run has an example
+of each file."""
 _NAME = re.compile(r"step-(\d{1,15})(\.replaced)?", re.ASCII)
 _WRITER = re.compile(r"[0-9A-Za-z.+-]{1,40}", re.ASCII)
 _CHUNK_BYTES = 2**24
@@ -58,8 +59,8 @@ class RunManifest(msgspec.Struct, frozen=True, kw_only=True):
     settings that all deployments of the run share, by dotted key. `most_branches` is the largest number of branches of
     an episode (`Config.most_branches`).
 
-    `packages` has the versions of the packages that wrote it. `files` lists all files except the manifest itself and
-    `COMPLETE`, by their path in the checkpoint.
+    `packages` has the versions of the packages of the run that wrote the checkpoint. `files` lists all files except the
+    manifest itself and `COMPLETE`, by their path in the checkpoint.
     """
 
     schema: int = SCHEMA

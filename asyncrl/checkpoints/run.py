@@ -28,8 +28,8 @@ POLICY, CRITIC, BUFFER, ROWS = "policy", "critic", "buffer.msgpack", "rows"
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """The parts of a run that a checkpoint has. `lineage` is that of the live learner, and `nonce` identifies the
-    run."""
+    """The parts of a run that a checkpoint has. `lineage` has the incarnations of the run, with that of this learner,
+    and `nonce` identifies the run."""
 
     config: Config
     policy: TQPolicy
@@ -53,8 +53,8 @@ class RunParts:
             self.critic.stage_checkpoint()
 
     def write(self, path: Path, snapshot: RunSnapshot, *, hf: bool) -> None:
-        """Writes the checkpoint at `path`: `snapshot` and what the last `stage` copied at the same moment. With `hf`,
-        also the weights as vLLM and transformers load them.
+        """Writes the checkpoint at `path`: `snapshot`, and the copies of weights and optimizers that the last `stage`
+        made at the same moment. With `hf`, also the weights as vLLM and transformers load them.
 
         The ranks may train meanwhile. The rows of the snapshot's ready groups must stay until the call ends.
         Raises CheckpointError if a part cannot be written, and RowsLost if rows of a ready group are lost. Then there
@@ -84,7 +84,7 @@ class RunParts:
         directory.write(path, manifest, fill=fill)
 
     def load(self, path: Path) -> None:
-        """Loads weights, optimizers and rows of the checkpoint at `path`. The ranks have started."""
+        """Loads weights, optimizers and rows of the checkpoint at `path`. The ranks must have started."""
         learner = self.config.learner
         self.policy.prepare_step(learner.groups_per_step * learner.group_size, learner.group_size)
         self.policy.load_checkpoint(*parts_of(path / POLICY))
@@ -93,8 +93,8 @@ class RunParts:
         load_rows(self.rows, path / ROWS)
 
     def load_weights(self, path: Path, *, critic: bool) -> None:
-        """Loads the weights of the policy from the checkpoint at `path`, which may be of another run, and those of the
-        critic if this run has one and the checkpoint too (`critic`). The optimizers stay new."""
+        """Loads the weights of the policy from the checkpoint at `path`, which may be of another run. `critic`: the
+        checkpoint has a critic, whose weights are loaded if this run has one too. The optimizers stay new."""
         self.policy.load_checkpoint(parts_of(path / POLICY)[0])
         if self.critic is not None and critic:
             self.critic.load_checkpoint(parts_of(path / CRITIC)[0])
@@ -115,15 +115,15 @@ def parts_of(folder: Path) -> tuple[Path, Path]:
 
 # The rows of ready groups in a checkpoint: one safetensors file for each group, named after the group's key.
 #
-# The tensors of a file are the columns of the group's samples, [G], [G, S] or [G, S, K], in the order of the samples.
-# Only one group is in memory at a time.
+# The tensors of a file are the columns of the group's samples, [G], [G, S] or [G, S, K], in the order of the samples (G
+# samples, S tokens, K entries for a token). Only one group is in memory at a time.
 
 _SUFFIX = ".safetensors"
 
 
 def save_rows(rows: Rows, keys: Iterable[str], folder: Path, *, group_size: int, columns: Sequence[str]) -> None:
-    """Writes these columns of the rows of the groups `keys` into `folder`. Raises the errors of the client, e.g.
-    RowsLost."""
+    """Writes these columns of the rows of the groups `keys` into `folder`. Raises the errors of the data plane's
+    client, e.g. RowsLost."""
     folder.mkdir()
     for key in keys:
         _save_group(rows, folder / f"{key}{_SUFFIX}", group_size=group_size, columns=columns)

@@ -4,8 +4,9 @@ from enum import StrEnum
 
 
 class Concern(StrEnum):
-    """The subject of a headline, the most urgent first. All but the last one are subjects of health notes, whose rules
-    are in `asyncrl.views.health`."""
+    """The subject of a run's headline (its most urgent problem in one sentence, `asyncrl.views.headline`), the most
+    urgent subject first. All but the last are subjects of health notes too, whose rules are in
+    `asyncrl.views.health`."""
 
     NOTHING_TRAINED = "nothing_trained"
     NOT_VERIFIED = "not_verified"

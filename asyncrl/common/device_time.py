@@ -29,7 +29,7 @@ class Device(StrEnum):
 
     @property
     def words(self) -> str:
-        """The unit of its time, for people."""
+        """The unit of the device's time, as views show it."""
         return "GPU-seconds" if self is Device.GPU else "process-seconds"
 
 
@@ -47,8 +47,9 @@ class Devices:
 
 
 class DeviceTime(msgspec.Struct, frozen=True, kw_only=True):
-    """The device-seconds of a pool, in three parts. `starting_s` are those of the state `starting`. In `waiting_s` the
-    learner and the critic waited for groups, and slots of an engine generated nothing. `working_s` is the rest."""
+    """The device-seconds of a pool, in three parts. `starting_s`: its processes were in the state `starting`.
+    `waiting_s`: a learner or a critic waited for groups; for generators, slots of an engine generated nothing.
+    `working_s` is the rest."""
 
     pool: Pool
     device: Device
@@ -72,7 +73,7 @@ class DeviceTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def device_time(pool: Pool, devices: Devices, state_seconds: Mapping[str, float]) -> DeviceTime:
-    """Returns the device-seconds of processes with together these devices, from their seconds by state.
+    """Returns the device-seconds of a pool that holds `devices`, computed from its seconds in each state.
 
     >>> device_time(Pool.LEARNER, Devices.of(gpus=4.0, processes=4), {"starting": 2.0, "optimizer": 1.0}).working_s
     4.0

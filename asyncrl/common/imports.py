@@ -30,7 +30,7 @@ def without_compiler() -> Iterator[None]:
 
     `import vllm` imports that module in order to patch it, which takes a fifth of the time of vLLM's import: 1 s of CPU
     and 500 modules in each process. vLLM works without the module, and nothing uses it with TORCH_COMPILE_DISABLE=1.
-    After the block it can be imported as usual.
+    After the block, the module can be imported as usual.
     """
     lowering = "torch._inductor.lowering"
     if os.environ.get("TORCH_COMPILE_DISABLE") != "1" or lowering in sys.modules:

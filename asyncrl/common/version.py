@@ -25,7 +25,7 @@ class Version(msgspec.Struct, frozen=True, order=True):
 
     @property
     def words(self) -> str:
-        """The version in words, for logs. The incarnation is left out if the learner was started only once.
+        """The version in words, for logs. The incarnation is left out if it is the first one.
 
         >>> Version(1, 140).words, Version(2, 140).words
         ('step 140', 'step 140 of incarnation 2')
@@ -74,8 +74,8 @@ class Lineage(msgspec.Struct, frozen=True):
         return len(self.branches) > len(other.branches) and self.branches[: len(other.branches)] == other.branches
 
     def child(self, at: Version) -> "Lineage":
-        """Returns the lineage in which the next incarnation begins with the weights of `at`. Before that, the weights
-        of the live learner need not be made from `at`.
+        """Returns the lineage in which the next incarnation begins with the weights of `at`, which need not be an
+        ancestor of the live learner's weights.
 
         The number of an incarnation is never used twice, so the lineage also keeps incarnations of which no weights
         remain. Raises ValueError if there was no incarnation that could have made `at`.

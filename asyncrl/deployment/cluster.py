@@ -80,7 +80,8 @@ class LocalRay(NamedTuple):
 def start_local(config: Config, *, generators: int = 1, command: str = "up") -> str:
     """Starts a local Ray cluster that is large enough for the config. Returns its address.
 
-    `command` names the command that starts it. Other processes find the cluster of a `head` (`local_clusters`).
+    `command` names the command that starts it. The processes of other commands find the cluster of a `head`
+    (`local_clusters`).
 
     The cluster ends only with this process. A signal to the process group, such as `timeout` sends, does not reach
     it. Only processes on this machine that have the token can connect to it. Raises RunError if Ray does not start.
@@ -255,15 +256,16 @@ def _found(run: str, *, folder: str) -> str:
     """Returns the address that `auto` means for a run. Raises ConnectionError without a cluster, and RunError with
     several.
 
-    Ray would also take a cluster of another user of the machine, which would get this user's token: it looks at the
-    processes of all users, and at a file in a folder in which all users may write.
+    Ray itself is not asked for the address `auto`. It could take a cluster of another user of the machine, which would
+    get this user's token, because Ray looks at the processes of all users, and at a file in a folder in which all users
+    may write.
     """
     if (named := os.environ.get("RAY_ADDRESS", "")) not in ("", "auto"):
         return named
     clusters = own_clusters()
     if (cluster := cluster_of(run, clusters, folder=folder)) is not None:
         if cluster.run not in ("", run):
-            logger.warning("no Ray was started for run %s; it joins %s", run, cluster)
+            logger.warning("no Ray cluster was started for run %s, so the run joins %s", run, cluster)
         return cluster.address
     if clusters:
         raise ConnectionError(
@@ -271,7 +273,7 @@ def _found(run: str, *, folder: str) -> str:
         )
     if (address := noted_address()) is not None:
         return address
-    advice = "The cluster of another user would get your token; name it with RAY_ADDRESS or --address"
+    advice = "To join the cluster of another user, which gets your token then, name it with RAY_ADDRESS or --address"
     raise ConnectionError(f"you have started none on this machine. {advice}")
 
 
@@ -305,7 +307,8 @@ def is_token_refused(error: BaseException) -> bool:
 
 
 def warn_of_open_cluster(address: str) -> None:
-    """Warns that the cluster requires no token. Call it after joining: the cluster accepted us without a token."""
+    """Warns if the cluster requires no token. Call it after joining: if RAY_AUTH_MODE is not `token`, the cluster has
+    accepted this process without one."""
     if os.environ.get("RAY_AUTH_MODE") != "token":
         logger.warning(
             "the Ray cluster at %s requires no token, so every process that can connect to it can run code on it. "

@@ -1,9 +1,9 @@
 """Fetches a run from its mirror (`asyncrl.deployment.mirror`): into a new directory, to resume it there, or into a
 temporary one, for a command that reads a run.
 
-Another person may have made the mirror, so it is read like a run directory that came by mail: a file is written only
-below the new directory, under a name with which a record or a file of a checkpoint may begin, and has a largest size.
-Links and other entries are not read. A checkpoint is used after all of its files were compared with its manifest.
+Another person may have made the mirror, so it is read like a run directory that came by mail: only records and files of
+checkpoints are fetched, each up to a largest size, and they are written only below the new directory. Links and other
+entries are not read. A checkpoint is used after all of its files were compared with its manifest.
 
 A resumed run gets its directory in one step, when all of its files are there. A fetch that was killed leaves a folder
 `.NAME.….fetched` beside it, which may be deleted.
@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 STEPS = "steps.jsonl"
 LONG_BYTES = 2**28
-"""Size from which on a checkpoint, or all records, get a line of progress for each tenth."""
+"""If a checkpoint, or all records together, have at least so many bytes, each tenth that is fetched is reported."""
 _DAMAGED = (CheckpointError, FileNotFoundError, FileRefused, msgspec.MsgspecError, UnicodeError)
 """Errors of a checkpoint that cannot be used. Another error means that the storage cannot be read now."""
 
@@ -102,7 +102,7 @@ class MirroredRun:
         return sorted(map(step_of_name, complete_names(self._there)))
 
     def records(self, *folders: str) -> None:
-        """Fetches the records, and all files below `folders`, which are samples/ and audit/.
+        """Fetches the records, and all files below `folders`, which may be samples/ and audit/.
 
         audit/ is fetched after steps.jsonl: a run that lives may send both meanwhile, and the audit of the run needs a
         record in audit/ for each step in steps.jsonl.
@@ -114,8 +114,8 @@ class MirroredRun:
             self._fetch(name, _place(self.directory, name), most=most_bytes(name))
 
     def checkpoint(self, step: int | None) -> Path:
-        """Fetches the newest undamaged checkpoint from which the live incarnation of the run may go on, or the one
-        after `step` steps. Returns its directory."""
+        """Fetches the newest undamaged checkpoint from which the run's last incarnation may go on, or the one after
+        `step` steps. Returns its directory. Raises RunError if the mirror has none."""
         for name in _newest_first(self._there):
             if step not in (None, step_of_name(name)):
                 continue
@@ -131,8 +131,8 @@ class MirroredRun:
         raise RunError(f"{self._store.url} has {wanted} that is complete and undamaged")
 
     def checkpoints(self) -> None:
-        """Fetches all complete checkpoints from which the live incarnation of the run may go on. Raises
-        CheckpointDamaged if one of them is damaged."""
+        """Fetches all complete checkpoints from which the run's last incarnation may go on. Raises CheckpointDamaged if
+        one of them is damaged."""
         for name in _newest_first(self._there):
             try:
                 self._checkpoint(name)
@@ -144,10 +144,11 @@ class MirroredRun:
                         f"{CHECKPOINTS}/{name} in {self._store.url} is damaged ({error}): remove it there, or use the "
                         "run's own directory"
                     ) from error
-                # Otherwise the run lives, and has deleted it now.
+                # Otherwise the run still trains, and has deleted this checkpoint meanwhile.
 
     def _checkpoint(self, name: str) -> Path | None:
-        """Fetches a checkpoint and returns its directory; None if it has lost weights, or its step was fetched."""
+        """Fetches a checkpoint and returns its directory. Returns None, and fetches nothing more, if its weights are of
+        steps that the run has lost, or if a checkpoint of its step was fetched already."""
         folder = folder_of(self.directory / CHECKPOINTS, step_of_name(name))
         manifest = _manifest(self._store, name)
         if not self._lineage.has(manifest.version) or folder.exists():
@@ -245,8 +246,8 @@ def visited(url: str, fetch: Callable[[MirroredRun], object], *, report: Report)
 
 
 def _cut(path: Path, sent: Sent | None) -> None:
-    """Cuts steps.jsonl to what a pass of the mirror sent last with all of its other records. A pass that goes on, or
-    that was killed, may have sent more steps, and not yet their records for the audit."""
+    """Cuts steps.jsonl to its length `sent` at the end of the last pass of the mirror that sent all records. A pass
+    that goes on, or that was killed, may have sent more steps, but not yet their records for the audit."""
     if sent is not None and path.exists():
         content = read(path, most=FILE_BYTES)
         # without the first condition, the mirror could enlarge the file
@@ -278,8 +279,8 @@ def _config_of(store: Store) -> bytes:
 
 
 def _config(store: Store, overrides: Sequence[str]) -> Config:
-    """Returns the configuration of the mirrored run with the overrides. `run.dir` of the run itself does not count,
-    because it would let the mirror choose a folder of this machine."""
+    """Returns the configuration of the mirrored run with the overrides. The run's own `run.dir` is ignored, because it
+    would let the mirror choose a folder of this machine."""
     content = _config_of(store)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
@@ -336,8 +337,8 @@ def has_more_steps(store: Store, directory: Path) -> bool:
 
 @contextlib.contextmanager
 def _staging(directory: Path) -> Iterator[Path]:
-    """Yields an empty folder beside `directory`, and removes what is left of it. The name of a run cannot begin with a
-    dot, so it is not the directory of another run."""
+    """Yields an empty folder beside `directory`, and removes it after the block if it still exists. Its name begins
+    with a dot, which the name of a run cannot do, so it is not taken for the directory of a run."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".fetched", dir=directory.parent))
     try:
@@ -347,7 +348,8 @@ def _staging(directory: Path) -> Iterator[Path]:
 
 
 def _publish(staging: Path, directory: Path) -> None:
-    """Gives the fetched run its directory. Raises RunError if another process has made it meanwhile."""
+    """Renames the folder of the fetched run to `directory`. Raises RunError if another process has made that directory
+    meanwhile."""
     try:
         staging.rename(directory)
     except OSError as error:

@@ -21,7 +21,7 @@ from asyncrl.learner.records import ForkPoint, known_info, read_info
 from asyncrl.run_files import UNREADABLE, read
 
 if TYPE_CHECKING:
-    from asyncrl.checkpoints.run import RunParts  # it imports Ray, which reads the token's mode when it is imported
+    from asyncrl.checkpoints.run import RunParts  # imports Ray, which reads RAY_AUTH_MODE when it is imported
 
 
 def fork_point(directory: Path, *, step: int | None) -> tuple[ForkPoint, RunManifest]:
@@ -61,8 +61,8 @@ def check_shapes(point: ForkPoint, manifest: RunManifest, config: Config) -> Non
 
 
 def check_new(directory: Path) -> None:
-    """Raises ConfigError if `directory` exists. It may be empty, or have a fork that ended before its first checkpoint,
-    which `RunDir.create` moves aside."""
+    """Raises ConfigError if `directory` exists, unless it is empty, or has a fork that ended before its first
+    checkpoint, which `RunDir.create` moves aside."""
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return
     info = known_info(directory)
@@ -74,8 +74,8 @@ def check_new(directory: Path) -> None:
 
 
 def load_fork(parts: "RunParts", point: ForkPoint) -> None:
-    """Loads the first weights of a fork. The ranks have started. Raises CheckpointError if the other run has deleted
-    or replaced the checkpoint meanwhile, or if the model here has other tensors."""
+    """Loads the first weights of a fork into the ranks, which must have started. Raises CheckpointError if the other
+    run has deleted or replaced the checkpoint meanwhile, or if the model of this run has other tensors."""
     from asyncrl.checkpoints.run import CRITIC
 
     path = folder_of(Path(point.directory) / CHECKPOINTS, point.version.step)

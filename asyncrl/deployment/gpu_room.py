@@ -1,4 +1,5 @@
-"""The room on the GPUs of a plan: their number, the share of each process, and the KV cache of an engine."""
+"""The room on the GPUs of a planned run (`memory_plan`): their number, the share of a GPU's memory that each process
+may use, and the KV cache of an engine."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -27,8 +28,8 @@ class KvCache:
 
 
 def gpu_share(config: Config, place: str) -> float:
-    """Returns the share of a GPU's memory that the process at `place` may use. A rank on a GPU that it may share with
-    an engine may use the share that the engine does not."""
+    """Returns the share of a GPU's memory that the process at `place` may use. A rank that may share its GPU with an
+    engine gets what `generator.gpu_memory_utilization` leaves."""
     of_engine = config.generator.gpu_memory_utilization
     if place == ENGINE_GPU:
         return of_engine
@@ -64,8 +65,8 @@ def gpu_pools(config: Config) -> dict[str, tuple[int, float]]:
 
 
 def room_problems(config: Config, cache: KvCache | None, *, gpus_per_node: int) -> Iterator[str]:
-    """Yields two problems: a KV cache that is smaller than one sequence, and more GPUs than a single node has.
-    `memory_plan` compares the memory that each GPU needs with the memory that it has."""
+    """Yields a message if the KV cache is smaller than one sequence, and one if a run on one node needs more GPUs than
+    the node has. `memory_plan` compares the memory that each GPU needs with the memory that it has."""
     if cache is not None and cache.sequences < 1:
         yield (
             f"a {ENGINE_GPU} has about {cache.nbytes / GIB:.1f} GiB for its KV cache, which is less than a sequence of "

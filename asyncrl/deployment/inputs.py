@@ -28,7 +28,7 @@ from asyncrl.learner.records import DataRecord
 class Prompts(NamedTuple):
     """The tasks of a run: for training, held out for evaluation, and those of the named held-out sets (`eval.sets`).
     `left_out` has the rows of the datasets that the run does not use. `tools` has the descriptions of tools in the
-    prompts. The keys of both are the names of the mixture's parts and of the held-out sets."""
+    prompts. The keys of both are the names of the parts of the mixture (`data.mixture`) and of the held-out sets."""
 
     train: Sequence[Task]
     heldout: Sequence[Task]
@@ -57,8 +57,8 @@ def tags_of_rewards(config: Config, tokenizer: Any) -> tuple[str, ...]:
 
 
 def lines_on_data(record: DataRecord, prompts: Prompts, *, config: Config, tokenizer: Any) -> Iterator[str]:
-    """Yields the lines of the start of a run about its data: rows that are left out, the first prompt, where answers
-    end, tags with which the chat template begins an answer, and tags that rewards do not read."""
+    """Yields the lines about its data that a run prints at its start: rows that are left out, the first prompt, where
+    answers end, special tokens that rewards do not get, and tags that the chat template writes before an answer."""
     for section, by_reason in record.left_out.items():
         yield f"{section}: left out {in_words(by_reason)}"
     for task in prompts.train[:1]:
@@ -167,8 +167,8 @@ def fitting_prompts(prompts: Prompts, *, config: Config, model: str) -> Prompts:
     """Returns the prompts that fit `data.max_prompt_tokens` and have no refused control tokens. `model` is the path of
     a folder, or a name of the Hub.
 
-    Raises DatasetError for another prompt unless `data.on_bad_row` is `skip`, or if none is left. Raises ConfigError if
-    the chat template ignores the tools.
+    Raises DatasetError if a prompt does not fit or has such a token, unless `data.on_bad_row` is `skip`, or if no
+    prompt is left. Raises ConfigError if the chat template ignores the tools.
     """
     if not any([prompts.train, prompts.heldout, *prompts.sets.values()]):
         return prompts
@@ -241,7 +241,8 @@ def fitting_of_parts(
     left_out: Mapping[str, list[LeftOutRow]],
     tools: Mapping[str, PromptTools],
 ) -> Sequence[Task]:
-    """Returns the tasks that fit, in their order. Each part of a mixture has its own `on_bad_row`."""
+    """Returns the tasks that fit, in their order. They are checked part by part, because each part of a mixture has its
+    own `on_bad_row`."""
     parts = part_configs(config)
     if len(parts) == 1:
         [name] = parts

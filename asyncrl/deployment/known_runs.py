@@ -1,8 +1,8 @@
 """Reads run directories: which runs live on this machine, which have ended and how, and which have died.
 
 A run has died if its run.json has the state "running" but its process is gone, so that the end was not recorded. The
-process holds the directory's `lock` while it lives. So another process that got the same pid is not mistaken for the
-run. For a run on another host, only the contents of run.json are known.
+process holds the directory's `lock` while it lives. So another process that got the same pid, and does not hold the
+lock, is not mistaken for the run. For a run on another host, only the contents of run.json are known.
 """
 
 import contextlib
@@ -65,7 +65,8 @@ def address_of(directory: Path) -> str | None:
 
 
 def own_address(directory: Path, address: str, *, option: str = "") -> str:
-    """Returns the address, as this machine's node has it, of the Ray cluster at `address`, which the directory names.
+    """Returns the address of the Ray cluster at `address`, which the directory names, in the form that this machine's
+    node of the cluster uses.
 
     Raises ClusterElsewhere unless this machine is a node of the cluster, and the node is this user's: a run directory
     may come from elsewhere, and a command that joins a cluster sends it the user's token. The host is looked up once,
@@ -119,7 +120,7 @@ def ended_run(directory: Path) -> str | None:
     info = as_it_is(directory)
     if info is None or info.finished is None:
         return None
-    # Indented, because a line of a received reason could look like a line of the command.
+    # Indented, because a line of the reason, which may come from elsewhere, could look like a line of the command.
     reason = "\n  ".join((info.exit_reason or "no reason").splitlines())
     if info.state == "died":
         weights = newest_weights(directory)
@@ -295,8 +296,8 @@ NOTHING = Remains(processes=[], shared_memory=[])
 def remains_of(directory: Path) -> Remains:
     """Returns the processes and files that the run in `directory` left on this machine.
 
-    Returns none if the run's process lives, or if the run is of another host, where it may live, of another boot, or of
-    another directory, of which this one is a copy.
+    Returns none if the run's process may live: it lives on this host, or the run is of another host. Returns none, too,
+    if the run is of an earlier boot of this machine, or if `directory` is a copy of the run's directory.
     """
     info = as_it_is(directory)
     if info is None or info.state == "running" or (info.host, info.boot) != (socket.gethostname(), boot_id()):
@@ -384,8 +385,8 @@ def stray_processes() -> tuple[list[str], list[str]]:
 
 
 def _starter(process: psutil.Process) -> str:
-    """Returns in words which process started `process`, and when that one was started. If it is gone, says when
-    `process` was started."""
+    """Returns in words which process started `process`, and since when that parent runs. If the parent is gone, says
+    when `process` was started."""
     parent = process.parent()
     if parent is None or parent.pid == 1:
         return f"started {_start_of(process)} by a process that is gone"

@@ -57,7 +57,8 @@ class _Stderr(logging.Handler):
 def log_to(path: Path | None, *, form: LogForm = "text") -> Iterator[None]:
     """Writes all log records of the block to `path`, and warnings also to stderr. Without a path, all go to stderr.
 
-    A file of `LOG_BYTES` is renamed to `.1`, an older one to `.2`, and so on. `LOG_FILES` of them are kept.
+    A log that has reached `LOG_BYTES` is renamed to `.1`, an older one to `.2`, and so on. `LOG_FILES` renamed ones are
+    kept.
 
     An error that leaves the block is written to `path` with its traceback. The command prints it on stderr.
     """
@@ -100,9 +101,9 @@ def run_until_done(
     sets `stop`.
 
     The second SIGTERM or SIGINT calls each function of `at_once` and then exits the process. The same signal within
-    `SAME_SIGNAL_S` seconds is not a second one. SIGHUP, which a closed terminal sends, does not count for this: the
-    kernel and the shell may both send one, and a signal after it is not a second one. If the process was started with
-    SIGHUP ignored (`nohup`), SIGHUP stays ignored.
+    `SAME_SIGNAL_S` seconds is not a second one. SIGHUP, which a closed terminal sends, asks for a clean end, but counts
+    neither as the first nor as the second of these two signals, because the kernel and the shell may both send it. If
+    the process was started with SIGHUP ignored (`nohup`), SIGHUP stays ignored.
 
     `main` runs in a thread of its own, and the calling thread, which must be the main thread, handles the signals. So
     they are handled too while `main` blocks its event loop: starting Ray and importing torch take seconds.
@@ -128,8 +129,8 @@ def run_until_done(
 
     def work() -> None:
         _run_in(loop, main(stop), outcome)
-        # The kernel ends Ray's daemons when the thread that started them ends (PR_SET_PDEATHSIG). Ray ends them in
-        # order when the process exits, so this thread must still be there.
+        # The kernel kills Ray's daemons when the thread that started them ends (PR_SET_PDEATHSIG). Ray itself ends them
+        # cleanly when the process exits, so this thread must live until then.
         threading.Event().wait()
 
     with contextlib.ExitStack() as handlers:
@@ -186,19 +187,21 @@ def _later(after_s: float, call: Callable[..., object], *arguments: object) -> N
 
 
 def asked_to_end(run_dir: RunDir, grace_s: float, number: signal.Signals) -> None:
-    """Records the request to end, and starts the timer of the grace. `number` is the first signal."""
+    """Records the request to end, and starts the timer that calls `give_up` after `grace_s` seconds. `number` is the
+    first signal."""
     run_dir.asked_to_end(number.name, from_outside=number is signal.SIGTERM)
     _later(grace_s, give_up, run_dir, grace_s)
 
 
 def ended_at_once(run_dir: RunDir) -> None:
-    """Records that a second signal ended the run. For the second signal, before the process exits."""
+    """Records that a second signal ended the run. Called before the process exits."""
     if not run_dir.closed:
         run_dir.close(state="stopped", reason=f"ended at once by a second signal, after {run_dir.steps_written} steps")
 
 
 def give_up(run_dir: RunDir, grace_s: float, *, leave: Callable[[int], object] = os._exit) -> None:
-    """Exits the process if the run has not closed and has trained no step. Ray's daemons end with the process."""
+    """Exits the process if the run has not closed and this process has trained no step. Ray's daemons end with the
+    process."""
     if run_dir.closed or run_dir.steps_written:
         return
     reason = (
@@ -278,7 +281,7 @@ def attended_run(
 
 
 def _until_ended(calls: "SimpleQueue[Callable[[], object] | None]") -> Iterator[Callable[[], object]]:
-    """Yields the queued calls until None."""
+    """Yields the calls in the queue until it gets None, which says that the training has ended."""
     while True:
         try:
             call = calls.get(timeout=_WAKE_EVERY_S)

@@ -1,4 +1,4 @@
-"""The learner deployment: enters the run, starts the ranks, trains, and ends all of it in order."""
+"""The learner deployment: enters the run, starts the ranks, trains, ends the ranks, and leaves the run."""
 
 import asyncio
 import contextlib
@@ -111,7 +111,7 @@ class LearnerDeployment:
         self._starts_again = False
         """Whether this deployment is started again after `_failure`, from a checkpoint."""
         self._ended_s = screen.started_s
-        """Time at which the list of targets became empty, on the monotonic clock."""
+        """Time at which the run emptied Prometheus' list of targets at its end, on the monotonic clock."""
 
     async def run(self, stop: asyncio.Event) -> Summary | None:
         # The stacks close from right to left: the learner leaves the run, the ranks end, and the metrics are served
@@ -197,14 +197,14 @@ class LearnerDeployment:
         restarts = request is Attachment.ASKED_TO_RESTART
         if self._run_dir.asked and (restarts or not self._run_dir.starts_again):
             return
-        by = "a pod of the learner that ends" if restarts else "`asyncrl down`"
+        by = "a pod of the learner that is about to end" if restarts else "`asyncrl down`"
         logger.warning("%s asked the run to %s", by, "save its weights and restart" if restarts else "end")
         self._run_dir.asked_to_end(by, restarts=restarts)
         stop.set()
 
     async def _end_admission(self, handles: RunHandles, stop: asyncio.Event) -> None:
         """Ends the admission of new groups when `stop` is set. The step that runs goes on, and so do groups in flight.
-        An error is logged: the loop ends admission again when its last step has ended."""
+        An error is only logged, because the learner's loop ends admission again when its last step has ended."""
         await stop.wait()
         try:
             await handles.coordinator.call(Coordinator.pause, handles.lineage.incarnation)
@@ -212,8 +212,9 @@ class LearnerDeployment:
             logger.warning("generators may begin groups until the last step has ended: %s", error)
 
     async def engines_free(self, stop: asyncio.Event) -> None:
-        """Waits until `stop` is set, and then until the last weights are evaluated. Returns when `LEAVE_S` seconds of
-        `run.shutdown_grace_s` are left in any case, and as soon as `stop` is set if they cannot be evaluated."""
+        """Waits until `stop` is set, and then until the last weights are evaluated, but at most until only `LEAVE_S`
+        seconds of `run.shutdown_grace_s` are left. If the weights cannot be evaluated, returns as soon as `stop` is
+        set."""
         await stop.wait()
         if self._may_evaluate():
             with contextlib.suppress(TimeoutError):
@@ -223,15 +224,15 @@ class LearnerDeployment:
 
     def _may_evaluate(self) -> bool:
         """Returns whether the last weights may be evaluated after the request to end: the run has held-out prompts,
-        this process has trained a step, the run does not start again, and step and save are expected to leave time of
-        the grace."""
+        this process has trained a step, the run does not start again, and the step and the save that are left are
+        expected to end before `run.shutdown_grace_s` is over."""
         heldout = self._training.heldout
         if heldout is None or not heldout.wanted or not self._run_dir.steps_written or self._run_dir.starts_again:
             return False
         return self._grace_left_s() > 0 and self._short_grace() is None
 
     def _short_grace(self) -> str | None:
-        """Returns the warning of `short_grace`. There is none before the first step."""
+        """Returns the warning of `short_grace` for the run as it is now; None before the first step."""
         if (checkpoints := self._training.checkpoints) is None or not self._log.steps:
             return None
         step_s, save_s = self._log.steps[-1].duration_s, checkpoints.expected_end_s()
@@ -298,8 +299,8 @@ class LearnerDeployment:
         # run stays in the list: its targets then look dead, and alerts fire.
         self._targets.publish([])
         self._ended_s = time.monotonic()
-        # A run that Prometheus scrapes serves some seconds longer, so that Prometheus gets the last values. A stopped
-        # run does not take this time, because it must end within its grace.
+        # A run that Prometheus scrapes serves some seconds longer, so that Prometheus gets the last values. A run that
+        # was asked to end does not wait, because it must end within `run.shutdown_grace_s`.
         if not stop.is_set():
             await asyncio.sleep(server.linger_s)
 
@@ -401,7 +402,7 @@ of engines, ranks and Ray. 10 s were measured for the quickstart on 2 cores."""
 
 
 def short_grace(grace_s: float, *, step_s: float, save_s: float | None) -> str | None:
-    """Returns a warning if a run that is asked to end needs longer than its grace, else None.
+    """Returns a warning if a run that is asked to end needs longer than `run.shutdown_grace_s` (`grace_s`), else None.
 
     `step_s` is the duration of the last step, and `save_s` that of the saves to come; None if it is not known.
 

@@ -1,6 +1,7 @@
-"""Two of the sinks of a learner's records: its memory, for the live view and the summary, and experiment trackers.
+"""Two of the sinks that get a learner's records: a log in memory, for the live view and the summary, and the experiment
+trackers.
 
-The others are the run's directory (`RunDir`) and the callbacks of `asyncrl.run` (`Screen.records`).
+The other sinks are the run's directory (`RunDir`) and the callbacks of `asyncrl.run` (`Screen.records`).
 """
 
 import time
@@ -31,12 +32,13 @@ from asyncrl.views.run_view import run_view
 from asyncrl.views.setting import setting_at
 
 SAMPLES_TRACKED_EVERY = 10
-"""Steps between two tables of samples for trackers. Trackers keep every table, and samples/ has all samples anyway."""
+"""Steps between two tables of samples for trackers. Trackers keep every table, and samples/ has the samples of every
+step anyway."""
 TRACKED_COLUMNS = ("group", "prompt", "completion", "answer", "reward", "advantage", "staleness")
 
 
 class LearnerLog(RecordSink):
-    """Keeps the records of a run in memory, with those from before it was resumed."""
+    """Keeps the records of a run in memory. If the run was resumed, they begin with its earlier records."""
 
     def __init__(self, config: Config, run_dir: RunDir) -> None:
         self._path = run_dir.path
@@ -85,8 +87,9 @@ class LearnerLog(RecordSink):
         return training_time(self.steps, lost=self._lost, wall_s=self.wall_s())
 
     def best_steps(self, steps: Sequence[int], *, running: Callable[[], int | None]) -> set[int]:
-        """Returns the steps among `steps` whose checkpoints have the best evaluations, `checkpoint.keep_best` of them,
-        and the step whose evaluation runs now. `running` returns this step; None if no evaluation runs."""
+        """Returns the `checkpoint.keep_best` steps among `steps` with the best evaluations, and the step whose
+        evaluation runs now, because it may be one of the best. `running` returns this step; None if no evaluation runs.
+        Returns no step if `checkpoint.keep_best` is 0."""
         if not self._keep_best:
             return set()
         best = {record.step for record in best_first(self.evals, steps, name=self._best_eval)[: self._keep_best]}
@@ -156,7 +159,7 @@ class TrackedRecords(RecordSink):
 
 
 def going_on(run_dir: RunDir) -> Going | None:
-    """Returns for the trackers where a resumed run continues; None for a new run."""
+    """Returns at which step and incarnation a resumed run continues, for the trackers; None for a new run."""
     if run_dir.resumed is None:
         return None
     return Going(run_dir.resumed.step, run_dir.lineage.incarnation, went_back=last_set_aside(run_dir.checkpoints))

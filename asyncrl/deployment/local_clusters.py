@@ -1,7 +1,8 @@
 """This user's Ray clusters on this machine: which one a run joins if its address is not given, and their token.
 
 A cluster that asyncrl starts gets a variable in its environment that names the command and the run. Only the same user
-can read it, and it is gone when the cluster is. So two heads, and two users of a machine, do not disturb each other.
+can read the variable, and it vanishes with the cluster. So two heads, and two users of a machine, do not disturb each
+other.
 Processes connect to a cluster with a token. Does not import Ray, which reads the environment once.
 """
 
@@ -27,7 +28,8 @@ STARTED_FOR = "ASYNCRL_RAY_OF"
 """Variable in the environment of a cluster that asyncrl started: the command and the directory of the run."""
 HEAD = "head"
 AUDIT = "audit"
-"""Commands that start a cluster. That of an audit computes steps of its run again, and no other command may join it."""
+"""Commands that start a cluster. The cluster of an audit computes steps of its run again, and no other command may join
+that cluster."""
 TOKEN = Path(".ray") / "auth_token"
 """Path below the home directory where Ray looks for its token if no environment variable gives one."""
 _ADDRESS_FILE = "ray_current_cluster"
@@ -89,9 +91,9 @@ def own_clusters() -> list[LocalCluster]:
 
 
 def noted_address() -> str | None:
-    """Returns the address that the last `ray start` wrote to Ray's folder. Its processes may be in another container,
-    where `own_clusters` does not see them. None if there is no such file, or if its owner is neither this user nor
-    root."""
+    """Returns the address that the last `ray start` wrote to a file in Ray's folder. The processes of that cluster may
+    be in another container, where `own_clusters` does not see them. None if there is no such file, or if its owner is
+    neither this user nor root."""
     try:
         with opened(ray_folder()[0] / "ray" / _ADDRESS_FILE) as noted:
             mine = os.fstat(noted.fileno()).st_uid in (os.getuid(), 0)
@@ -103,9 +105,9 @@ def noted_address() -> str | None:
 def cluster_of(run: str, clusters: Sequence[LocalCluster], *, folder: str) -> LocalCluster | None:
     """Returns the cluster that the run `run` in `folder` joins without an address; None if there is none.
 
-    It is the cluster that asyncrl started for this run, or for one of its name in another folder. Otherwise it is the
-    only other cluster, but never one that `asyncrl up` or a program started for itself. Raises RunError if several
-    clusters are possible.
+    It is the cluster that asyncrl started for this run, or for a run of its name in another folder. If there is none,
+    it is the only cluster that `asyncrl head` of another run or another program, such as `ray start`, has started:
+    never one that another run has started for itself. Raises RunError if several clusters are possible.
     """
     named = [cluster for cluster in clusters if cluster.run == run]
     mine = [cluster for cluster in named if cluster.folder == folder] or named
@@ -188,8 +190,9 @@ def require_token() -> None:
 
 def check_token_file() -> None:
     """Raises RunError if Ray takes its token from a file that other users have any right on: with the token, they can
-    run code as this user. With the usual umask, Ray's command that generates a token makes such a file. The group of a
-    file that another user owns may read it: Kubernetes gives a volume with a secret to root and to the pod's group."""
+    run code as this user. With the usual umask, Ray's command that generates a token makes such a file. A file that
+    another user owns may be readable by its group: Kubernetes gives a volume with a secret to root and to the pod's
+    group."""
     path = _token_file()
     if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_MODE", "token") != "token" or not path.is_file():
         return

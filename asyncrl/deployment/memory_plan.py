@@ -1,11 +1,11 @@
-"""The needs of a configuration: memory at each place, the bytes of a weight publication, and how long it makes both
-pools wait. All of it is arithmetic over the shapes of the model's parameters, so nothing is loaded and no run is
-started.
+"""The needs of a configuration: the memory of each kind of process, GPU and node, the bytes of a weight publication,
+and how long a publication makes both pools wait. All of it is arithmetic over the shapes of the model's parameters, so
+nothing is loaded and no run is started.
 
 The memory of a process is what it uses at most during a run, and on CPUs also what it has freed and keeps. Activations
-of training are estimated on GPUs, and left out on CPUs. Memory that libraries use for a moment is left out. Memory that
-cannot be computed is as measured on CPUs (benchmarks/plan_check.py). The memory of CUDA's libraries and context is an
-estimate.
+of training are estimated on GPUs, and left out on CPUs. Memory that libraries use for a moment is left out. For memory
+that cannot be computed, the numbers are those that were measured on CPUs (benchmarks/plan_check.py). The memory of
+CUDA's libraries and context is an estimate.
 """
 
 import math
@@ -28,7 +28,7 @@ from asyncrl.weights.manifest import ParameterSpec, aligned
 from asyncrl.weights.publisher import MOST_BUCKETS
 
 MASTER_BYTES = 4
-"""Bytes of a number in the learner's weights and gradients: they are float32."""
+"""Bytes of a number in the learner's weights and gradients, which are float32."""
 STORED_VERSIONS = 3
 """Versions of the weights that the store keeps: two, and the one that is being published."""
 STORED_WITH_DELTAS = 4
@@ -47,22 +47,24 @@ _LAYER = re.compile(r".*?\.\d+\.")
 OVER_OBJECT_STORE = ("object_store", "collective")
 """Transports that put versions into the object store. `collective` does so only while a replica lacks bytes."""
 EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "wte.weight", "embed_in.weight")
-"""Ends of the names of embeddings and heads."""
+"""Ends of the names of the parameters that are embeddings or output heads."""
 ENGINE_PROCESSES_BYTES = 1.0 * GIB
 """Memory of a replica's processes without weights and KV cache: Python, torch, vLLM and the rollout loop. Measured on
 CPUs."""
 RANK_PROCESS_BYTES = 0.35 * GIB
 """Memory of a rank's process without weights, gradients and activations. Measured on CPUs."""
 CUDA_BYTES = 1.0 * GIB
-"""Memory of the host that a process needs more if it uses a GPU: CUDA's libraries and its context. An estimate."""
+"""Memory of the host that a process needs in addition if it uses a GPU: CUDA's libraries and its context. An
+estimate."""
 RAY_BYTES = 0.97 * GIB
-"""Ray's daemons, coordinator, stores and the command, without the object store. Measured: 0.93 to 0.99. While a run
-starts, Ray also has workers that import the code of ranks and replicas. Their memory counts as that of these."""
+"""Memory of Ray's daemons, the coordinator, the stores and the command, without the object store. Measured: 0.93 to
+0.99 GiB. While a run starts, Ray also has workers that import the code of ranks and replicas. Their memory is counted
+with the ranks and replicas that they become."""
 PAUSE_S = 0.022
-"""Pause of an engine on a CPU for new weights, seconds, as measured with 95 million parameters. The engine only
-exchanges pointers to the weights in it."""
+"""Pause of an engine on a CPU for new weights, seconds, as measured with 95 million parameters. During the pause, the
+engine only exchanges pointers to the weights."""
 COPIES_OF_A_SNAPSHOT = 1.7
-"""Duration of a snapshot on a CPU, in copies of the bytes that the rank sends."""
+"""Duration of a snapshot on a CPU, as a multiple of the time that a copy of the bytes that the rank sends takes."""
 
 
 class Memory(StrEnum):
@@ -140,8 +142,8 @@ def activations(config: Config, parameters: Sequence[ParameterSpec]) -> float:
     """Returns about how many bytes a rank keeps between the forward and the backward pass of its largest micro-batch.
 
     The backward pass of a matrix needs its inputs, and that of the operations around it about as many numbers as the
-    matrix has outputs. For Qwen2.5 with 0.5 and 1.5 billion parameters and padded rows this is 0.87 and 0.90 times what
-    a GPU has measured (docs/gpu.md). Fused experts are left out.
+    matrix has outputs. For Qwen2.5 with 0.5 and 1.5 billion parameters and padded rows, this estimate is 0.87 and 0.90
+    times what was measured on a GPU (docs/gpu.md). Fused experts are left out.
     """
     learner = config.learner
     rows = math.ceil(learner.groups_per_step * learner.group_size / learner.ranks)
@@ -168,8 +170,9 @@ def plan(
     reference: bool,
     adapter: Sequence[ParameterSpec] = (),
 ) -> Plan:
-    """Plans a run of a model with these parameters, whose dtype is that of the engines. `reference`: the objective uses
-    the initial weights too. `adapter` has the parameters of the adapter if `model.lora` is set."""
+    """Plans a run of a model with these parameters, whose dtype is that of the engines. `reference` says whether the
+    objective uses the initial weights too, as a KL penalty does. `adapter` has the parameters of the adapter if
+    `model.lora` is set."""
     own = [spec for spec in parameters if not spec.tied_to]
     trained = list(adapter) or own
     published, flat = sum(spec.nbytes for spec in trained), sum(aligned(spec.nbytes) for spec in trained)
@@ -288,8 +291,8 @@ def _sending(config: Config, sent: int) -> Iterator[tuple[str, float]]:
 
 
 def stored_versions(config: Config) -> int:
-    """Returns the memory that the object store needs, in sizes of a version, with freed versions whose memory it
-    keeps."""
+    """Returns the memory that the object store needs, as a multiple of the size of a version, with freed versions whose
+    memory it keeps."""
     return FREED_VERSIONS + (STORED_WITH_DELTAS if config.weights.delta else STORED_VERSIONS)
 
 

@@ -15,11 +15,11 @@ waits for it. A pass of the thread keeps these invariants, also if the process i
   file of the right size is not sent again.
 - Only one process writes the mirror: the last one that has put its token into `owner.json`. It reads `owner.json`
   before the first file and the last file of a checkpoint, after every `OWNED_BYTES` between them, and before each group
-  of other files. The directory has the tokens of the processes that have written its mirrors (`WRITERS`), so a
-  directory that another one has overtaken is refused.
+  of other files. The run's directory has the tokens of the processes that have written its mirrors (`WRITERS`). If
+  `owner.json` has another token, the run was continued from another directory, and this directory is refused.
 
 The storage must write a file whole or not at all, as object stores do. In a local folder (`file://`), files are written
-beside their place and then renamed.
+under a temporary name and then renamed.
 """
 
 import contextlib
@@ -73,24 +73,24 @@ OWNER, SENT, LATEST = "owner.json", "sent.json", "latest.json"
 WRITERS = "mirror.json"
 """File of the run's directory with the tokens of the processes that have written its mirrors. It is not mirrored."""
 EVERY_S = 60.0
-"""Longest time between two passes."""
+"""Longest time between two passes if none fails, seconds."""
 LOOK_S = 2.0
-"""Time between two looks into the run's directory for a checkpoint that is complete and not sent yet."""
+"""Time between two looks into the run's directory for a checkpoint that is complete and not sent yet, seconds."""
 LEAST_SHARE = 20
 """Records are sent again after this multiple of the time that sending them took, if it is longer than `EVERY_S`: large
 records are sent whole, and must not take more than a twentieth of the thread's time."""
 RETRY_S, LONGEST_RETRY_S = 5.0, 300.0
-"""First and longest wait after a failure. Each failure in a row doubles the wait."""
+"""First and longest wait after a pass that failed, seconds. Each failure in a row doubles the wait."""
 RETRY_AT_END_S = 1.0
 AUDIT_BYTES = 2**32
 """Largest file in audit/ that is read."""
 BEGIN_S = 30.0
-"""Longest time that the start of the run waits for the first answer of the storage."""
+"""Longest time that the start of the run waits for the first answer of the storage, seconds."""
 CHECKPOINT_NAME = re.compile(r"step-(\d{1,15})-[0-9a-f]{16}", re.ASCII)
 """The name of a checkpoint's folder in a mirror."""
 OWNED_BYTES = 2**26
-"""Bytes of a checkpoint that are sent after a look at the owner, before the next look. They do no harm in the mirror of
-another process, because the checkpoint is not complete without its last file."""
+"""Bytes of a checkpoint that are sent between two looks at `owner.json`. If another process has taken the mirror
+meanwhile, they do no harm there, because the checkpoint is not complete without its last file."""
 _PART = ".part"
 _CHUNK_BYTES = 2**24
 
@@ -108,8 +108,8 @@ EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": 
 
 
 def url_problem(url: str) -> str | None:
-    """Returns in a sentence why no run can be mirrored at this URL on this machine; None if nothing is known against
-    it. The storage is not asked."""
+    """Returns in a sentence why no run can be mirrored at this URL on this machine; None if no reason is known. Does
+    not connect to the storage."""
     from fsspec import available_protocols, get_filesystem_class
 
     scheme = url.partition("://")[0]
@@ -237,8 +237,8 @@ class _Interrupted(Exception):
 class Mirror:
     """Sends the directory of the run with this `nonce` and `lineage` to `store`, from `start` to `finish`.
 
-    `keep` has the rules by which old checkpoints are deleted, in the mirror as in the directory. `sent` gets the name
-    and the size in bytes of each file when it was sent.
+    `keep` has the rules by which old checkpoints are deleted, in the mirror as in the directory. `sent` is called with
+    the name and the size in bytes of each file that was sent.
     """
 
     def __init__(
@@ -259,10 +259,10 @@ class Mirror:
         self._clock, self._note_sent = clock, sent
         self.reading: frozenset[int] = frozenset()
         """The steps of the checkpoint that is being sent, and of the newest one that this pass will send. The keep
-        rules must not delete them meanwhile: if sending records and a checkpoint takes longer than `checkpoint.keep`
-        intervals, no checkpoint would ever be sent whole."""
+        rules must not delete these checkpoints meanwhile. Otherwise, if sending takes longer than `checkpoint.keep`
+        intervals between saves, no checkpoint would ever be sent whole."""
         self.found = False
-        """Whether the content of the mirror is known."""
+        """Whether this process knows the content of the mirror."""
         self._sent: dict[str, Sent] = {}
         self._seen: dict[str, tuple[int, int]] = {}  # size and time of each record when this process sent it
         self._whole: dict[str, bool] = {}  # the mirror's checkpoints, and whether they are complete
@@ -283,7 +283,7 @@ class Mirror:
             raise self._refusal
 
     def report_to(self, metrics: "LearnerMetrics") -> None:
-        """Records the passes from now on as metrics."""
+        """Reports each pass from now on to `metrics`."""
         self._metrics = metrics
         metrics.mirrored()
 
@@ -294,7 +294,7 @@ class Mirror:
         self._over.set()
         try:
             missing = "" if self._refusal is not None else self.missing()
-        except Exception as error:  # the run itself has ended well
+        except Exception as error:  # a fault of the mirror must not fail a run that has ended
             logger.error(
                 "run.mirror: it is not known whether %s lacks files, because %s: %s",
                 self._store.url,
@@ -316,7 +316,7 @@ class Mirror:
     def _work(self) -> None:
         failures = 0
         while not self._over.is_set():
-            ending = self._ending.is_set()  # before the pass: it then sends everything
+            ending = self._ending.is_set()  # read before the pass, which then sends everything
             try:
                 self.pass_once(due_only=not ending)
             except ConfigError as refusal:
@@ -342,7 +342,7 @@ class Mirror:
 
     def _wait(self, failures: int) -> None:
         """Waits for the time of the next pass or the end of the run. If the last pass did not fail, the next one comes
-        as soon as there is a checkpoint to send, or the directory cannot be read: the pass then says so."""
+        as soon as there is a checkpoint to send, or if the directory cannot be read: that pass then logs the error."""
         until_s = self._clock() + wait_s(failures)
         while (left_s := until_s - self._clock()) > 0 and not self._ending.wait(min(LOOK_S, left_s)):
             try:
@@ -401,16 +401,16 @@ class Mirror:
             self._delete_old(finished)
 
     def _take(self) -> None:
-        """Takes the mirror for this process, and finds out what it has."""
+        """Takes the mirror for this process, and finds out which files it has."""
         self._sent, self._latest, self._records_s = {}, None, -float("inf")
         self._seen.clear()
         owner, writers = self._read_owner(), self._writers()
         known = owner is None or (owner.nonce == self._owner.nonce and owner.process in writers)
         if known or complete_names(self._store.sizes(CHECKPOINTS)):
             self._check_run(owner, known=known)
-        else:  # of a run that died before its first checkpoint was sent
+        else:  # the mirror is of a run that died before its first checkpoint was sent
             self._empty()
-        # Before owner.json, so that a process that is killed between them leaves a directory that knows the mirror.
+        # Written before owner.json: if this process is killed in between, the directory knows the token in owner.json.
         if self._owner.process not in writers:
             write_atomically(self._path / WRITERS, msgspec.json.encode([*writers, self._owner.process]))
         self._store.write(OWNER, msgspec.json.encode(self._owner))
@@ -424,8 +424,8 @@ class Mirror:
         self._begun.set()
 
     def _empty(self) -> None:
-        """Removes the records of another run. Raises ConfigError if the storage does not allow this: a machine that
-        fetches the mirror would get them too."""
+        """Removes the records of another run from the mirror, because a machine that fetches the mirror would get them
+        too. Raises ConfigError if the storage does not allow this."""
         try:
             for name in (*RECORDS, SAMPLES, AUDIT, CHECKPOINTS, SENT, LATEST):
                 self._store.remove(name)
@@ -460,8 +460,8 @@ class Mirror:
             )
 
     def _writers(self) -> list[str]:
-        """Returns the tokens in `WRITERS`. A token is in `owner.json` only from its own start to the next one, so each
-        of them shows that no other directory has written the mirror since."""
+        """Returns the tokens in `WRITERS`. Each process that takes the mirror replaces the token in `owner.json`. So if
+        that is one of these tokens, no process of another directory has written the mirror since."""
         try:
             return msgspec.json.decode(read(self._path / WRITERS), type=list[str])
         except UNREADABLE:
@@ -499,7 +499,7 @@ class Mirror:
         found = [name for name in RECORDS if (self._path / name).is_file()]
         for folder in (SAMPLES, AUDIT):
             names = [name for name in _files_below(self._path / folder, inside=self._path) if ".tmp" not in name]
-            # the weights of a version (`audit.keep_weights`) when all of them are there
+            # the weights of a version (`audit.keep_weights`) are sent only when all of their files exist
             complete = {name.removesuffix(COMPLETE) for name in names if name.endswith(f"/{COMPLETE}")}
             ready = [
                 n for n in names if not n.startswith(f"{AUDIT}/weights/") or n.rpartition("/")[0] + "/" in complete
@@ -522,7 +522,7 @@ class Mirror:
                     self._store.send(path, name)
                     self._note_sent(name, record.nbytes)
             except FileNotFoundError:
-                if path.exists():  # the storage lacks something
+                if path.exists():  # the error is not about this file, but is one of the storage
                     raise
                 continue  # the file was moved just now
             self._sent[name], self._seen[name] = record, state
@@ -546,8 +546,9 @@ class Mirror:
         return dict(_named(self._path / CHECKPOINTS))
 
     def _send_checkpoint(self, name: str, step: int, folder: Path) -> bool:
-        """Sends a checkpoint unless the mirror has it. Returns whether it was sent whole: the keep rules may delete it,
-        or a save with `hf/` may replace it, before its last file is sent."""
+        """Sends a checkpoint unless the mirror has it whole. Returns whether it was sent whole now. It was not if,
+        before its last file was sent, the keep rules deleted it from the directory, or a save with `hf/` replaced
+        it."""
         if self._whole.get(name):
             return False
         self.reading |= {step}
@@ -571,7 +572,7 @@ class Mirror:
                 if self._due():
                     self._send_records()
         except FileNotFoundError:
-            if (folder / COMPLETE).exists():  # it is not the folder that is missing
+            if (folder / COMPLETE).exists():  # the folder was not deleted, so the error is one of the storage
                 raise
             return False
         finally:
@@ -580,7 +581,7 @@ class Mirror:
         return True
 
     def _name_latest(self, finished: Collection[str]) -> None:
-        """Writes the name of the newest checkpoint of the directory that the mirror has whole."""
+        """Writes into `latest.json` which of the directory's checkpoints that the mirror has whole is the newest."""
         newest = max((name for name in finished if self._whole.get(name)), key=step_of_name, default=None)
         if newest is not None and newest != self._latest:
             self._check_owner()
@@ -589,8 +590,8 @@ class Mirror:
 
     def _delete_old(self, finished: Collection[str]) -> None:
         """Deletes the mirror's checkpoints that the directory no longer has, unless the keep rules keep them: the
-        directory of a run that was resumed from its mirror has only the newest one. Of a step that the directory has,
-        other checkpoints are deleted, too, unless they were set aside."""
+        directory of a run that was resumed from its mirror has only the newest one. If the mirror has the directory's
+        checkpoint of a step whole, other checkpoints of this step are deleted too, unless they were set aside."""
         self._check_owner()
         lost = [name for folder in (self._path / CHECKPOINTS).glob("lost-*") for name, _ in _named(folder)]
         whole = sorted({step_of_name(name) for name, complete in self._whole.items() if complete})
@@ -609,8 +610,8 @@ class Mirror:
                 del self._whole[name]
 
     def _remove(self, name: str) -> bool:
-        """Removes a file or folder of the mirror, and returns whether this was possible. A failure is logged once, and
-        is no failure of the mirror: a bucket may allow no deletions."""
+        """Removes a file or folder of the mirror, and returns whether this was possible. A failure is only logged, and
+        only once, because a bucket may allow no deletions."""
         try:
             self._store.remove(name)
         except Exception as error:
@@ -627,7 +628,8 @@ class Mirror:
         return True
 
     def missing(self) -> str:
-        """Returns what the mirror lacks, in words; empty if it has everything. Asks the directory only."""
+        """Returns what the mirror lacks, in words; empty if it has everything. Compares the directory with what this
+        process knows of the mirror, and does not ask the storage."""
         states = {name: _state(self._path / name) for name in self.records()}
         names = [name for name, state in states.items() if state is not None and self._seen.get(name) != state]
         names += [
@@ -645,13 +647,14 @@ def complete_names(names: Iterable[str]) -> set[str]:
 
 
 def lineage_of(store: Store) -> Lineage:
-    """Returns the incarnations of the mirrored run."""
+    """Returns the incarnations of the mirrored run, from its lineage.json."""
     content = store.read(LINEAGE)
     return Lineage() if content is None else msgspec.json.decode(content, type=Lineage)
 
 
 def sent_records(store: Store) -> dict[str, Sent]:
-    """Returns the records that the last complete pass of the mirror left there; none if `SENT` cannot be read."""
+    """Returns the size and checksum of each record by its name, as `SENT` has them since all records were last sent;
+    none if `SENT` cannot be read."""
     try:
         return msgspec.json.decode(store.read(SENT) or b"{}", type=dict[str, Sent])
     except UNREADABLE:
@@ -692,8 +695,8 @@ def _state(path: Path) -> tuple[int, int] | None:
 
 
 def _files_below(folder: Path, *, inside: Path) -> Iterator[str]:
-    """Yields the paths relative to `inside` of the files below `folder`. Links and other entries are left out, and so
-    is what vanishes meanwhile."""
+    """Yields the paths relative to `inside` of the files below `folder`. Links, other entries, and files that vanish
+    meanwhile are left out."""
 
     def failed(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):

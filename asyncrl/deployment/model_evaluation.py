@@ -1,7 +1,8 @@
-"""Evaluates one model on held-out prompts with an engine and scoring processes of this process: no run, no Ray.
+"""Evaluates one model on held-out prompts, without a run and without Ray: this process starts the engine and the
+scoring processes.
 
-Prompts, rollouts and rewards are those of a run. All samples have seeds of their own, which follow from `run.seed`, so
-that the same command gives the same answers.
+Prompts, rollouts and rewards are those of a run. Each sample has its own seed, which follows from `run.seed`, so that
+the same command gives the same answers.
 """
 
 import asyncio
@@ -55,9 +56,9 @@ class SetResult(msgspec.Struct, frozen=True, kw_only=True):
     """The evaluation of a model on one held-out set.
 
     `prompts` is the number of prompts with a reward, `failed` that of the others. `reward_mean` is the mean over the
-    former, and `reward_stderr` its standard error over the prompts. `temperature` is 0 for greedy completions.
-    `non_greedy_tokens` is the number of their tokens that are not the most probable ones. It must be 0, and is None for
-    several samples of a prompt.
+    prompts with a reward, and `reward_stderr` its standard error over these prompts. `temperature` is 0 for greedy
+    completions. `non_greedy_tokens` is the number of tokens of greedy completions that are not the most probable ones.
+    It must be 0, and is None for several samples of a prompt.
     `pass_at` has the mean pass@k by k; a completion passes with a reward of at least `pass_reward`. `components` has
     the mean of each component of the reward, without its weight. `completion_tokens_mean`, `truncated_ratio` and
     `turns_mean` are as in `EvalRecord`.
@@ -157,7 +158,7 @@ async def evaluate_set(name: str, tasks: Sequence[Task], *, rollouts: Rollouts, 
                 return await rollouts.answers(task, how, number=number)
         except TimeoutError:
             raise InfraError(
-                f"it took longer than generator.rollout_timeout_s = {timeout_s:g} s", reason="timeout"
+                f"the rollout took longer than generator.rollout_timeout_s = {timeout_s:g} s", reason="timeout"
             ) from None
 
     async def nowhere(failure: Failure) -> None:

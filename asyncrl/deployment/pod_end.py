@@ -28,8 +28,8 @@ from asyncrl.deployment.shared_actors import ask_to_end
 from asyncrl.errors import CallTimeout
 
 RANK, REPLICA = "RankActor", "GeneratorActor"
-"""Classes of actors in Ray's table. Their modules are not imported: torch and vLLM would take seconds of the pod's
-grace."""
+"""Names of the classes of actors in Ray's table. Their modules are not imported, because the imports of torch and vLLM
+would take seconds of the pod's grace period."""
 POLL_S = 1.0
 """Time between two questions whether jobs or replicas have ended, seconds."""
 Table = Callable[[], Mapping[str, Mapping[str, Any]]]
@@ -40,7 +40,7 @@ def stop_jobs(client: JobSubmissionClient, *, sleep: Callable[[float], object] =
     """Stops all jobs of the cluster, and waits until they have ended. Returns their submission ids.
 
     Ray sends SIGTERM to a job, and SIGKILL after RAY_JOB_STOP_WAIT_TIME_S seconds. `asyncrl up` saves a checkpoint in
-    between. Several pods may stop the same job.
+    between. Several pods may stop the same job, which does no harm.
     """
     jobs = [job.submission_id for job in client.list_jobs() if job.submission_id and not job.status.is_terminal()]
     for job in jobs:
@@ -97,7 +97,7 @@ def drain_replicas(
     replicas = {id: row for id, row in table().items() if row["ActorClassName"] == REPLICA}
     found = {id: row for id, row in replicas.items() if _on(row, node)}
     for row in found.values():
-        with contextlib.suppress(ValueError):  # it has ended meanwhile
+        with contextlib.suppress(ValueError):  # the actor has ended meanwhile
             actor(row["Name"]).drain.remote()
     while any(_on(row, node) for id, row in table().items() if id in found):
         sleep(POLL_S)

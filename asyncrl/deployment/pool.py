@@ -7,10 +7,11 @@
 
 and starts it again, with a new actor. After two starts in a row that committed no group, it waits before the next one,
 and twice as long after each further one. A replica that fails more often than `generator.max_restarts` times within an
-hour is given up, and so is one with an error with which every start would end, such as another tokenizer.
+hour is given up, and so is one with an error with which every start would end, such as a tokenizer that is not the
+learner's.
 
-If the first weights of a replica are wrong by the same difference in two starts, engine and learner do not compute the
-same model. Then the run ends, unless another replica generates.
+If the log-probs for the first weights of a replica differ from the learner's by the same amount in two starts, engine
+and learner do not compute the same model. Then the run ends, unless another replica has generated samples.
 """
 
 import asyncio
@@ -130,11 +131,12 @@ class ReplicaActor:
 
     async def rest(self) -> None:
         """Ends all parts of the run in the actor's process but the engine, after `run` has returned. Raises RunError if
-        the engine is not in order."""
+        another run cannot use the engine."""
         await finished(self.handle.rest.remote(), timeout_s=EXIT_S, what=f"keeping {self._replica}")
 
     def of_run(self, config: Config, *, deployment: str) -> "ReplicaActor":
-        """Returns the actor as that of another run, after `rest`. `start` gives it to the run."""
+        """Returns a copy of this object, for the same actor in another run. Call it after `rest`. The copy's `start`
+        moves the actor's process to the other run."""
         other = copy.copy(self)
         other._config, other._taken_over_by = config, deployment
         return other
@@ -165,8 +167,7 @@ class Replica:
         self.running: asyncio.Task[None] | None = None
         """The call of the actor that generates. None while the replica starts."""
         self.work: asyncio.Task[None] | None = None
-        """The task that starts or replaces the replica, or asks it whether it lives. None if nothing of this is
-        needed."""
+        """The task that starts or replaces the replica, or asks it whether it lives; None if there is no such task."""
         self.restarted_s: deque[float] = deque()
         self.samples = 0
         """Samples of all starts, by the last status."""
@@ -221,7 +222,7 @@ NOT_MENDED = (ConfigError, HandshakeError, ManifestMismatch)
 class ReplicaPool:
     """The replicas of the deployment `deployment`. `started` is called for each engine that has started, with its
     processes. `new_actor` makes the actor of each start. `kept` has the replicas of an earlier run of this process,
-    which the pool takes over, and gets those that `end` keeps."""
+    which the pool takes over. At the end, the replicas that stay for the next run are put into it."""
 
     config: Config
     _: KW_ONLY
@@ -246,11 +247,11 @@ class ReplicaPool:
         self._below_since_s: float | None = None
         self._wrong_model: ConfigError | None = None
         self.keeps = False
-        """Whether `end` keeps the replicas whose engines are in order, because the run has finished."""
+        """Whether `end` keeps the replicas whose engines another run can use, because the run has finished."""
 
     def make(self) -> None:
-        """Makes the actors of `generator.replicas` replicas, or takes over kept ones. New ones import vLLM, the longest
-        part of a start."""
+        """Takes over the kept replicas, and makes actors for as many as `generator.replicas` needs more. New actors
+        begin to import vLLM, the longest part of a start."""
         taken, self.kept[:] = self.kept[:], []
         for each in taken:
             replica = Replica(each.name)
@@ -299,15 +300,15 @@ class ReplicaPool:
         self._check_size(min(self.config.generator.min_replicas, wanted))
 
     def end_idle(self) -> None:
-        """Begins to end the replicas that do not generate, because they start or have failed. For a run that was asked
-        to end, which starts none again."""
+        """Begins to end the replicas that do not generate, because they start or have failed. Called when the run was
+        asked to end: then no replica is started any more."""
         for replica in [each for each in self.replicas if not each.generates]:
             self._drain(replica)
 
     async def end(self, *, grace_s: float) -> None:
-        """Ends all replicas: drains them within `grace_s` seconds, and ends their engines. Those that are drained
-        already have no longer either. If the pool `keeps` replicas, at most `generator.replicas` of those whose engines
-        are in order go into `kept` instead."""
+        """Ends all replicas: drains them within `grace_s` seconds, and ends their engines. Replicas whose draining
+        began earlier have at most this time too. If the pool `keeps` replicas, at most `generator.replicas` of those
+        whose engines another run can use go into `kept` instead."""
         wanted = self.replicas[: self.config.generator.replicas] if self.keeps else []
         rested = await asyncio.gather(*[self._rests(replica, grace_s=grace_s) for replica in wanted])
         self.kept += [replica for replica, rests in zip(wanted, rested, strict=True) if rests]
@@ -315,8 +316,8 @@ class ReplicaPool:
         await asyncio.gather(*ends, self._end_drained(grace_s))
 
     async def _rests(self, replica: Replica, *, grace_s: float) -> bool:
-        """Drains a replica within `grace_s` seconds, and ends all but its engine. Returns whether the engine is in
-        order."""
+        """Drains a replica within `grace_s` seconds, and ends all but its engine. Returns whether another run can use
+        the engine."""
         if replica.work is not None or not replica.generates:
             return False
         assert replica.process is not None
@@ -324,7 +325,7 @@ class ReplicaPool:
         try:
             await replica.process.drain()
             async with asyncio.timeout(grace_s):
-                await replica.running  # raises the error that has ended the replica; in order, the replica has left
+                await replica.running  # raises the error that ended the replica; without one, it has left the run
             await replica.process.rest()
         except Exception as error:
             logger.warning("the engine of replica %s is not kept for the next run: %s", replica.name, error)
@@ -340,7 +341,7 @@ class ReplicaPool:
     # --- failures -----------------------------------------------------------------------------------------------
 
     def _look_at(self, replica: Replica, view: ReplicaView | None) -> None:
-        """Begins to replace a replica that has failed, or to ask one that is silent."""
+        """Begins to replace a replica that has failed, or to ask one that is silent whether it lives."""
         assert replica.running is not None
         if replica.running.done():
             self._begin(replica, self._replace(replica, replica.ended_with))
@@ -519,7 +520,11 @@ class ReplicaPool:
             await self._start_engine(replica)
             logger.info("replica %s has taken over the engine of the run before this one", replica.name)
         except Exception as error:
-            logger.warning("replica %s gets a new engine, because it cannot take over one: %s", replica.name, error)
+            logger.warning(
+                "replica %s gets a new engine, because it cannot take over that of an earlier run: %s",
+                replica.name,
+                error,
+            )
             await self._end_actor(replica)
             self._make_actor(replica)
             await self._start_engine(replica)
@@ -624,14 +629,14 @@ class Progress:
 
 class GeneratorDeployment:
     """`run` starts the replicas and returns when the run has ended or `stop` is set. It returns the run's last state;
-    None if `stop` ended it.
+    None if `stop` was set.
 
     `started` is called once for each replica whose engine has started, with the processes of the replica. `new_actor`
     makes the actor of each start of a replica. `kept` has the replicas of an earlier run of this process, which the
     deployment takes over. The run and the replicas are checked every `watch_every_s` seconds.
 
     `asked` returns whether the run was asked to end. Then no replica is started any more, but those that generate stay
-    until `stop` is set. `grace_left_s` returns how long the groups in flight may take at the end: if it is left out,
+    until `stop` is set. `grace_left_s` returns how many seconds the groups in flight may take at the end; default:
     `run.shutdown_grace_s`.
 
     If SIGTERM has ended the learner before its last step, the replicas stay for `generator.wait_for_learner_s` seconds,
@@ -656,7 +661,8 @@ class GeneratorDeployment:
         self._config = config
         self._clock = clock
         self._preempted_s: float | None = None
-        """Time since which the learner is gone because of SIGTERM, on `clock`; None if it is not."""
+        """Time at which SIGTERM was found to have ended the learner, on `clock`; None if the run has a learner, or has
+        ended in another way."""
         self._cluster = cluster
         self._asked = asked
         self._grace_left_s = grace_left_s or (lambda: config.run.shutdown_grace_s)
@@ -677,7 +683,8 @@ class GeneratorDeployment:
         )
 
     def keep_replicas(self) -> None:
-        """Lets the replicas whose engines are in order go into `kept` when `run` ends, because the run has finished."""
+        """Lets the replicas whose engines another run can use go into `kept` when `run` ends, because the run has
+        finished."""
         self._pool.keeps = True
 
     async def run(self, stop: asyncio.Event) -> RunState | None:
@@ -724,9 +731,9 @@ class GeneratorDeployment:
                 logger.info("the run is %s", status.state)
                 self._pool.keeps |= self._may_keep and status.state is RunState.FINISHED
                 return status.state
-            # `run.stall_timeout_s` limits the time without progress. A learner that closes the run evaluates and saves,
-            # and one that restores a checkpoint loads it. Both may take longer. Before the first step, the learner may
-            # be started much later than the replicas.
+            # `run.stall_timeout_s` limits the time without progress, but not always. A learner that closes the run
+            # evaluates and saves, and one that starts again loads a checkpoint: both may take longer. Before the first
+            # step, the learner may be started much later than the replicas.
             left = not status.learner_attached and status.version.step > 0
             may_stall = status.state is not RunState.PREEMPTED and (status.state is RunState.RUNNING or left)
             if may_stall and status.quiet_s > self._config.run.stall_timeout_s:

@@ -39,7 +39,7 @@ from asyncrl.run_files import FILE_BYTES, UNREADABLE, read
 SAMPLES = "samples"
 """Folder of the samples in a run's directory."""
 LINEAGE = "lineage.json"
-"""File of the run's incarnations in its directory."""
+"""File with the run's incarnations, in the run's directory."""
 FIXED = (
     "learner.groups_per_step",
     "learner.group_size",
@@ -51,8 +51,8 @@ FIXED = (
     "model.lora.alpha",
     "model.lora.target_modules",
 )
-"""Settings that a resumed run keeps. The prompts and the shapes of the model must be equal too, which is checked where
-they are read."""
+"""Settings that a resumed run keeps. The prompts and the shapes of the model must be equal too. This is checked later,
+when they are read."""
 _SCHEDULE = ("learning_rate", "schedule", "warmup_steps", "final_fraction")
 """Settings of an optimizer that decide the learning rate of a step, besides `learner.total_steps`."""
 _STEP = re.compile(r"step-(\d+)")
@@ -121,7 +121,7 @@ def chosen_checkpoint(directory: Path, config: Config, *, step: int | None) -> R
     """Chooses the checkpoint after `step` steps, or the newest one if `step` is None. The run may have finished. For
     `asyncrl resume`.
 
-    Raises ConfigError if there is no such checkpoint, if it has all of `learner.total_steps`, or if `config` changes a
+    Raises ConfigError if there is no such checkpoint, if it is of the last step or later, or if `config` changes a
     setting that must stay. Raises CheckpointDamaged if its files differ from its manifest, and RunError if `run.json`
     cannot be read.
     """
@@ -141,7 +141,7 @@ def rate_changes(resumed: Resumed, config: Config) -> list[str]:
     """Returns a line for each pool whose learning rate jumps at the resumed step, because settings have changed.
 
     The rate is a function of the step, so e.g. a larger `learner.total_steps` changes the rate of every step. The line
-    says how to keep the rate of the settings before.
+    says with which setting the run continues at the old rate.
     """
     before = resumed.manifest.settings
     now = flat_config(config)
@@ -197,7 +197,7 @@ def begin_incarnation(directory: Path, resumed: Resumed) -> Lineage:
     write_atomically(directory / LINEAGE, msgspec.json.encode(lineage))
     checkpoints = directory / CHECKPOINTS
     for folder in checkpoints.glob("step-*"):
-        # a save that was killed, or the weights that a failed run saved at its end
+        # such a folder is of a save that was killed, or has only the weights that a failed run saved at its end
         if folder.is_dir() and (folder.suffix == ".tmp" or not (folder / COMPLETE).exists()):
             discard(folder)
     # The checkpoints are moved before the records, and the newer ones before the older ones. If this process is killed

@@ -1,7 +1,7 @@
 """The run directory `runs/<name>/`: which process runs here, its configuration, and its records.
 
     config.yaml          the merged configuration, with the versions of the packages and the git revision as comments
-    run.json  lock       the process that runs here; a second run is refused (F35)
+    run.json  lock       the process whose run this is; a second run in the directory is refused (F35)
     logs/                one file for each process (`asyncrl.log_files`)
     metrics/             targets.json for Prometheus
     samples/step-N.jsonl some groups of each step with all of their samples
@@ -14,12 +14,12 @@
     lineage.json  lost-steps.jsonl  lost-evals.jsonl  samples/lost-<n>/  checkpoints/lost-<n>/
                          of a run that was resumed: see `resuming.py`
 
-Only the learner writes here while it holds `lock`. The exception is `logs/`, to which the other processes of the run
-write if their machines have this directory. The directory of an earlier run with the same name is moved to `<name>.1`,
-`<name>.2`, …, and never overwritten. A run that did not finish and has a complete checkpoint is resumed in its
-directory instead. If a start failed before it recorded anything, only its log is worth keeping, and the next run uses
-the same directory. If a record cannot be written (F27), the error is reported, the record waits in memory, and training
-continues (`RecordFile`).
+Only the learner writes into the directory, and it holds `lock` meanwhile. The exception is `logs/`, to which the other
+processes of the run write if their machines have this directory. The directory of an earlier run with the same name is
+moved to `<name>.1`, `<name>.2`, …, and never overwritten. A run that did not finish and has a complete checkpoint is
+resumed in its directory instead. If a start failed before it recorded anything, only its log is worth keeping, and the
+next run uses the same directory. If a record cannot be written (F27), the error is reported, the record waits in
+memory, and training continues (`RecordFile`).
 """
 
 import contextlib
@@ -93,11 +93,12 @@ OF_EVERY_START = {
     AUDIT,
     WRITERS,
 }
-"""Entries that every start creates. A directory with only these entries has no records of a run."""
+"""Entries that a start may create before the run has records. A directory with only these entries has no records of a
+run."""
 
 
 OF_TRACKERS = ("wandb",)
-"""Folders of experiment trackers that make links there themselves."""
+"""Folders in which experiment trackers make symbolic links themselves, so that their entries are not checked."""
 
 
 class Taken(NamedTuple):
@@ -202,7 +203,7 @@ State = Literal["finished", "stopped", "failed"]
 """State of a run that recorded its own end."""
 
 SESSION_MARK = "asyncrl-run"
-"""File with `session_mark` in the session folder of the Ray that the run started."""
+"""Name of the file that contains `session_mark`, in the session folder of the Ray that the run started."""
 
 
 class RunDir(RecordSink):
@@ -337,9 +338,9 @@ class RunDir(RecordSink):
 
     @property
     def end(self) -> RunState:
-        """How the run ends, if there is no error. It is PREEMPTED if it was stopped by SIGTERM, as a job system, a
-        container or a machine that shuts down sends it, STARTING if it shall start again, and STOPPED if a person
-        stopped it."""
+        """How the run ends, if there is no error. It is FINISHED unless the run was asked to end before its last step.
+        Else it is STARTING if the run shall start again, PREEMPTED if SIGTERM asked, as a job system, a container or a
+        machine that shuts down sends it, and STOPPED if a person asked."""
         if self._end[0] == "finished":
             return RunState.FINISHED
         if self.starts_again:
@@ -348,7 +349,8 @@ class RunDir(RecordSink):
 
     @property
     def starts_again(self) -> bool:
-        """Whether the run was asked to start again after its end, because a pod of the learner ends."""
+        """Whether the run was asked to start again after its end, because a Kubernetes pod of the learner is about to
+        end."""
         return self._restarts
 
     def finished(self, reason: str) -> None:
@@ -359,7 +361,7 @@ class RunDir(RecordSink):
         """Records in run.json that the run was asked to end. `by` names the signal or the command, `from_outside` says
         that no person asked, and `restarts` that the run shall start again after its end. The last request counts.
 
-        The run is closing then. If something kills it before it has closed, run.json still has the reason of the end.
+        If the process is killed before it has closed the run, run.json still has the reason of the end.
         """
         self.asked_s = time.monotonic()  # first, because the thread of the run reads it if `asked` is set
         self.asked, self._asked_by, self._from_outside, self._restarts = True, by, from_outside, restarts
@@ -368,7 +370,7 @@ class RunDir(RecordSink):
 
     @property
     def asked_from_outside(self) -> bool:
-        """Whether SIGTERM asked the run to end. Its sender may kill the process when the grace is over."""
+        """Whether SIGTERM asked the run to end. The sender of the signal may kill the process some time later."""
         return self._from_outside
 
     def left_s(self, grace_s: float) -> float:
@@ -383,7 +385,7 @@ class RunDir(RecordSink):
         self._evals.append(_json.encode_lines([record]))
 
     def begin_audit(self, began: Began) -> Callable[[Record], None]:
-        """Begins the records for the audit of this incarnation. Returns the function that appends one."""
+        """Begins the records for the audit of this incarnation. Returns the function that appends a record."""
         path = records_path(self.path, began.lineage.incarnation)
         path.parent.mkdir(exist_ok=True)
         file = RecordFile(path)
@@ -463,7 +465,7 @@ class RunDir(RecordSink):
         try:
             if isinstance(error, Terminated):
                 self._asked_by, self._from_outside = "SIGTERM", True
-            # in `asyncrl.run`, or before `run_until_done` handles signals
+            # these two come only in `asyncrl.run`, or before `run_until_done` handles signals
             if isinstance(error, KeyboardInterrupt | Terminated):
                 self.stopped()
                 self.close(state=self._end[0], reason=self._end[1])
@@ -491,7 +493,8 @@ class RunDir(RecordSink):
         _set_mode(self.path, shared=config.run.shared)
         for folder in ("logs", "metrics", SAMPLES):
             (self.path / folder).mkdir(exist_ok=True)
-        # These files are of an earlier start, which failed or was resumed. This start writes them again.
+        # These files may be of an earlier start, which failed or whose run is resumed now. This start writes them
+        # again.
         if self.resumed is None:
             shutil.rmtree(self.path / AUDIT, ignore_errors=True)
         for left in (self.path / "report.html", self.path / "summary.json", self.failures_path, self.targets_path):

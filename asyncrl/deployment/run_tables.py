@@ -2,11 +2,11 @@
 
     run = asyncrl.load_run("quickstart")
     run.steps["reward_mean"]            a numpy array with one entry a step
-    run.steps["diagnostics.clipped_ratio"] an entry of a field that has names of its own
+    run.steps["diagnostics.clipped_ratio"] one value of a field that maps names to values
     run.evals.pandas()                  the evaluations as a DataFrame
 
-The directory may be damaged or of another person. A table is limited to `MOST_VALUES`, because records with different
-names in each line would else make a table that is far larger than their file.
+The directory may be damaged or come from another person. A table is limited to `MOST_VALUES`, because records with
+different names in each line would otherwise make a table that is far larger than their file.
 """
 
 import importlib

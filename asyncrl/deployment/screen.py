@@ -45,16 +45,17 @@ class Screen:
 
 
 class StartLog:
-    """Passes views on to `show`. After the first step of a start, logs once how long each phase before it took.
+    """Passes views on to `show`. After the first step that this process trains, logs once how long each phase before it
+    took.
 
-    A phase counts until the next one is seen. The last one is the wait for the first step.
+    A phase lasts until the next phase is seen. The last phase is the wait for the first step.
     """
 
     def __init__(self, show: Callable[[LiveView], None]) -> None:
         self._show = show
         self._begins: list[tuple[str, float]] = [("importing the command", 0.0)]
         self._steps_before: int | None = None
-        """Steps of a resumed run; None before training has begun."""
+        """Steps that the run had trained when this process began to train; None before that."""
         self._logged = False
 
     def update(self, view: LiveView) -> None:
@@ -78,7 +79,8 @@ class LearnerDisplay:
     `metrics`.
 
     `cores` returns the number of cores of the run's machines. `phase` returns the learner's current activity in a few
-    words, `failures` the number of failed groups by reason. `hidden_tags` are tags that answers never have.
+    words, `failures` the number of failed groups by reason. `hidden_tags` are tags, such as `<think>`, that answers
+    never have, although a reward may look for them.
     """
 
     config: Config
@@ -107,13 +109,15 @@ class LearnerDisplay:
         self.screen.show(LiveView(config=self.config, phase=self.phase(), elapsed_s=self.screen.elapsed_s, run=run))
 
     def _until_now(self) -> RunView:
-        """Returns the view with the wall time until now: the share that trains must fall while no step ends."""
+        """Returns the view with the wall time until now, so that the effective training time ratio falls while no step
+        ends."""
         if (training := self._run.training) is None:
             return self._run
         return replace(self._run, training=replace(training, wall_s=self.log.wall_s()))
 
     def _update(self) -> None:
-        """Makes the view again if something is new: it reads all records, on the event loop that trains."""
+        """Makes the view again, but only if something is new: this reads all records, and blocks the event loop of the
+        training meanwhile."""
         steps, evals, cores, failures = self.log.steps, self.log.evals, self.cores(), self.failures()
         seen = (len(steps), len(evals), cores, tuple(failures.items()), self.hidden_tags)
         if seen != self._seen:

@@ -92,8 +92,8 @@ async def check_admission(
     the run of which a learner restores a checkpoint; None if it restores none.
 
     The commands call it first, so that nothing is started for a deployment that the run refuses. While the run still
-    has a learner, waits up to `patience_s` seconds and asks every `poll_s` seconds: one that was killed counts as gone
-    only after `buffer.heartbeat_timeout_s`.
+    has a learner, waits up to `patience_s` seconds and asks every `poll_s` seconds: a learner that was killed counts as
+    gone only after `buffer.heartbeat_timeout_s`.
     """
     handle = named_actor(COORDINATOR, namespace=config.run.name)
     if handle is None:
@@ -277,10 +277,10 @@ async def keep_attached(
 ) -> None:
     """Sends the coordinator a heartbeat of this deployment every `every_s` seconds, until it is cancelled.
 
-    A learner sends its seconds by state with it. `asked_to_end` is called after each heartbeat of a learner that was
-    asked to end or to restart, with this answer. A failed heartbeat is logged and sent again: if the coordinator is
-    dead, the calls that need an answer from it raise the error. A learner gets Fenced if another learner has replaced
-    it, and RunEnded if `asyncrl down` ended the run.
+    A learner sends its seconds in each state with it. If the answer to a heartbeat says that the learner was asked to
+    end or to restart, `asked_to_end` is called with this answer. A failed heartbeat is logged and sent again: if the
+    coordinator is dead, the calls that need an answer from it raise the error. Raises Fenced in a learner that another
+    learner has replaced, and RunEnded in a learner whose run `asyncrl down` ended.
     """
     while True:
         try:
@@ -304,7 +304,8 @@ async def keep_attached(
 
 def check_directory(directory: Path, nonce: str) -> None:
     """Raises AnotherRun if the joined cluster has a run with the name of `directory`, but with another nonce than
-    `nonce`, which run.json there has. The directory may come from elsewhere, with the name of a run of this user."""
+    `nonce`, which is the one in the directory's run.json. The directory may come from elsewhere, with the name of a run
+    of this user."""
     found = nonce
     with contextlib.suppress(RunError, TimeoutError):  # there is no such run, or its buffer is dead already
         found = asyncio.run(find_run(directory.name).call(Registry.run_nonce)) or nonce
@@ -325,7 +326,7 @@ def ask_to_end(name: str, *, grace_s: float, restart: bool = False) -> bool:
     deadline_s = time.monotonic() + grace_s
     try:
         run = find_run(name)
-        # again and again: a learner may have started again meanwhile
+        # asked again and again, because a learner that has started again meanwhile has not received the request
         while asyncio.run(run.call(Registry.ask_to_end, restart=restart)):
             if time.monotonic() > deadline_s:
                 return False
@@ -341,9 +342,10 @@ def end_lost_run(directory: Path, nonce: str) -> None:
     """Ends the shared actors of a run that no learner can continue. For `run.lost_weights = new_run`.
 
     `directory` is the directory of the run, and `nonce` is in its run.json. Generators of the run end with the exit
-    code 75, as when the buffer dies, so that what started them starts them again. Raises AnotherRun, and ends nothing,
-    if the run on the joined cluster has another nonce. Raises ActorGone if the actors do not end within `END_S`
-    seconds.
+    code 75, as when the buffer dies. After this code, the job system that started them may start them again.
+
+    Raises AnotherRun, and ends nothing, if the run on the joined cluster has another nonce. Raises ActorGone if the
+    actors do not end within `END_S` seconds.
     """
     check_directory(directory, nonce)
     asyncio.run(_gone(end_actors(directory.name), namespace=directory.name))
@@ -353,9 +355,9 @@ def end_run(name: str) -> list[str]:
     """Ends the run `name` on the joined cluster for good. Returns the names of its shared actors.
 
     First the coordinator gets the state "failed", unless the learner has ended the run, or "stopped" if SIGTERM has
-    ended the learner and generators may wait for the next one. The run's deployments read it, so that none of them
-    starts again or waits. They get `END_S` seconds to leave. The last one that leaves ends the actors; then
-    this function kills those that are left. A learner that is being started again at this moment does not read the
+    ended the learner and generators may wait for the next one. The run's deployments read this state, so that none of
+    them starts again or waits. They get `END_S` seconds to leave. The last one that leaves ends the actors; then this
+    function kills the actors that are left. A learner that is being started again at this moment does not read the
     state, and may begin the run again.
     """
     names = _shared_actors(name)

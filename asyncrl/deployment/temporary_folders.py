@@ -1,6 +1,6 @@
 """Checks the folders for temporary files: Ray's, and the one of all other libraries. Does not import Ray.
 
-Ray and vLLM make Unix sockets there, and Linux limits the path of a socket to 107 bytes (unix(7)).
+Ray and vLLM make Unix sockets in these folders, and Linux limits the path of a socket to 107 bytes (unix(7)).
 """
 
 import logging
@@ -50,17 +50,17 @@ def private_folder() -> Path:
     """Returns the folder below which a Ray of this user makes its folder `ray`. It may not exist yet.
 
     Ray lets every user of the machine write to its folder (mode 0777), where another user could replace a socket, and
-    the logs of its workers may quote prompts. So no other user may enter the folder above it: that is the one of
-    `ray_folder` if it is so, else a folder of this user's own in it.
+    the logs of its workers may quote prompts. So no other user may enter the folder above it. The folder of
+    `ray_folder` is returned if only this user can enter it, else the folder `asyncrl-UID` in it.
     """
     folder, _ = ray_folder()
     return folder if _is_private(folder) else folder / f"asyncrl-{os.getuid()}"
 
 
 def make_private_folder() -> Path:
-    """Makes the folder of `private_folder` and returns it. Raises RunError if it is of another user.
+    """Makes the folder of `private_folder` and returns it. Raises RunError if it belongs to another user.
 
-    A folder in which no mode can be set, or which another user could rename, is used as it is, with a warning.
+    A folder whose mode cannot be set, or which another user could rename, is used as it is, with a warning.
     """
     base, _ = ray_folder()
     folder = private_folder()
@@ -75,8 +75,8 @@ def make_private_folder() -> Path:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise RunError(
-            f"{folder}, in which Ray would make its sockets, is of user {found.st_uid} or no folder: set RAY_TMPDIR to "
-            "a folder that only you can enter, or remove it"
+            f"{folder}, in which Ray would make its sockets, belongs to user {found.st_uid} or is not a folder: set "
+            "RAY_TMPDIR to a folder that only you can enter, or remove it"
         )
     if reason := _why_open(folder):
         logger.warning(
@@ -107,7 +107,7 @@ def _why_open(folder: Path) -> str | None:
 
 
 def _is_private(folder: Path) -> bool:
-    """Returns whether `folder` is of this user, and no other user has a right on it."""
+    """Returns whether `folder` belongs to this user, and no other user has any right on it."""
     try:
         found = folder.stat()
     except OSError:
@@ -118,7 +118,7 @@ def _is_private(folder: Path) -> bool:
 def temporary_folder_problems(*, ray: bool = True, vllm: bool = True) -> list[FolderProblem]:
     """Returns the problems of the folder in which Ray starts on this machine, and of the folder of vLLM's sockets.
 
-    If one folder has both uses, its problem is returned once.
+    If Ray and vLLM use the same folder, its problem is returned once.
     """
     uses: list[tuple[str, Path, str]] = []
     if ray:

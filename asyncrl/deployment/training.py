@@ -48,9 +48,10 @@ from asyncrl.weights.transports.of_config import transport_of
 
 @dataclass(kw_only=True)
 class Training:
-    """`run` trains the run once. `sinks` get its records, in this order. `grace_left_s` is that of
-    `HeldoutEvaluation`. `kept` has the ranks of an earlier run of this process, and gets those of this run if it
-    `keeps` them. `new_policy` builds the policy, whose ranks have not started yet."""
+    """`run` trains the run once. `sinks` get its records, in this order. `grace_left_s` returns how many seconds an
+    evaluation after a request to end may take (`HeldoutEvaluation`). `kept` has the ranks of an earlier run of this
+    process, and gets those of this run if `keeps` is True. `new_policy` builds the policy, whose ranks have not started
+    yet."""
 
     config: Config
     run_dir: RunDir
@@ -82,8 +83,8 @@ class Training:
         stop: asyncio.Event,
         ranks: AsyncExitStack,
     ) -> RunTotals:
-        """Trains with the rows of `client`. When the stack `ranks` closes, it ends the ranks and deletes the weights
-        that they have published."""
+        """Trains, and reads the rows through `client`. When the stack `ranks` closes, it ends the ranks and deletes the
+        weights that they have published."""
         config, own = self.config, handles.lineage.incarnation
         ranks.push_async_callback(asyncio.to_thread, self._transport.delete, lambda version: version.incarnation == own)
         make_ranks = partial(RankGroup, kept=self.kept)
@@ -112,7 +113,7 @@ class Training:
         await asyncio.to_thread(model.shutdown, keep=self.keeps)
 
     def _record_data(self, prompts: Prompts, tokenizer: Any) -> None:
-        """Writes data.json and prints its lines, with the first prompt as the model gets it."""
+        """Writes data.json, and prints the lines about the data, with the first prompt as the model gets it."""
         record = data_record(prompts, hidden_tags=tags_of_rewards(self.config, tokenizer))
         self.run_dir.write_data(record)
         self.display.hidden_tags = record.hidden_tags
@@ -130,7 +131,7 @@ class Training:
         stop: asyncio.Event,
     ) -> RunTotals:
         """Restores the checkpoint of a resumed run, or loads the first weights of a fork. Then runs the learner's loop.
-        The ranks have started."""
+        The ranks must have started."""
         config, packages = self.config, provenance()
         parts = RunParts(
             config=config,
@@ -174,7 +175,7 @@ class Training:
         tokenizer: Any,
         append_audit: Callable[[Record], None],
     ) -> LearnerLoop:
-        """Builds the learner's loop from its parts. The ranks have started."""
+        """Builds the learner's loop from its parts. The ranks must have started."""
         config, policy = self.config, parts.policy
         resumed, before = self.run_dir.resumed, self.log.before
         # The time of a resumed run continues from its last record.

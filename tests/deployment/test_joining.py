@@ -157,7 +157,7 @@ def test_auto_is_the_head_of_the_run_and_else_the_only_one(
     its_ray.found = heads(*runs, port=port)
     cluster.join("auto", namespace="run")
     assert its_ray.asked == [f"127.0.0.1:{port}"]
-    assert ("no Ray was started for run run; it joins" in caplog.text) is (runs == ["b"])
+    assert ("no Ray cluster was started for run run, so the run joins" in caplog.text) is (runs == ["b"])
 
 
 @pytest.mark.parametrize("runs", [["b", "c"], ["", ""], ["run", "run"], ["", "b", "c"]])

@@ -537,7 +537,7 @@ async def test_a_run_whose_learner_shall_restart_ends_as_stopped_and_its_generat
         assert run.end is (RunState.STARTING if restart else RunState.STOPPED)
     assert cluster.coordinator.registry.state is run.end
     info = json.loads((run.path / "run.json").read_bytes())
-    by = "a pod of the learner that ends" if restart else "`asyncrl down`"
+    by = "a pod of the learner that is about to end" if restart else "`asyncrl down`"
     assert (info["state"], info["exit_reason"]) == ("stopped", f"asked to end by {by}, after step 1 of 200")
 
 

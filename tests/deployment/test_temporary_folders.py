@@ -114,7 +114,7 @@ def test_a_folder_that_another_user_has_prepared_is_refused(
         other = os.getuid() + 1
         monkeypatch.setattr(os, "getuid", lambda: other)
         place.rename(base / f"asyncrl-{os.getuid()}")
-    with pytest.raises(RunError, match=r"is of user \d+ or no folder: set RAY_TMPDIR"):
+    with pytest.raises(RunError, match=r"belongs to user \d+ or is not a folder: set RAY_TMPDIR"):
         make_private_folder()
 
 
