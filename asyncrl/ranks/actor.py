@@ -42,11 +42,12 @@ call."""
 
 class RankActor:
     """The process of one rank. Call `begin` on all ranks, `open_rendezvous` on rank 0, `setup` on all. After that,
-    other methods may be called, on all ranks. `setup` makes an object of the class `worker`, and its access to named
-    `rows` if the calls have named rows. After `close` on all ranks and `rest` on all, `begin` begins another run.
+    other methods may be called, on all ranks. `setup` makes an object of the class `worker`. If the calls name
+    rows on a data plane, it also makes the access to them with `rows`. After `close` on all ranks and `rest` on all,
+    `begin` begins another run.
 
-    A call has a function, whose first argument is the worker: a method of the worker's class, or a function of another
-    layer that reads the rank's model."""
+    `call`, `call_with_rows` and `attempt` take a function whose first argument is the worker: a method of the worker's
+    class, or a function of another layer that reads the rank's model."""
 
     def __init__(
         self,
@@ -72,10 +73,10 @@ class RankActor:
         return f"{self._kind.section} rank {self._rank}" if hasattr(self, "_kind") else type(self).__name__
 
     def begin(self, config: Config, *, incarnation: object = None, logs: Path | None = None) -> str:
-        """Begins a run. The process is new, or has rested. Returns the address of its node.
+        """Begins a run, in a new process or after `rest`. Returns the address of the node.
 
-        The log of this process has the `incarnation` of the run, and is also written to the folder `logs`, if there is
-        one.
+        The lines of this process's log name the `incarnation` of the run. They are also written to a file in the folder
+        `logs`, if it is given.
         """
         self._config, self._step = config, None
         section, rank = self._kind.section, self._rank
@@ -163,8 +164,8 @@ class RankActor:
     def rest(self) -> None:
         """Drops all state of the run, after `close` on all ranks. Only the process and its imported modules stay.
 
-        Raises RunError if the worker, its model or its optimizer is still in use, for example by a delivery that has
-        not ended. Then this process must end.
+        Raises RunError if the worker, its model or its optimizer is still in use, for example by a delivery of weights
+        that has not ended. Then this process must end.
         """
         parts = (self._worker, getattr(self._worker, "model", None), getattr(self._worker, "optimizer", None))
         dropped = [weakref.ref(part) for part in parts if part is not None]
@@ -173,14 +174,14 @@ class RankActor:
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # its entries have the device mesh of the run
         gc.collect()
         if any(part() is not None for part in dropped):
-            raise RunError(f"{self!r} is still in use, so its process cannot be that of another run")
+            raise RunError(f"{self!r} is still in use, so its process cannot be used for another run")
         if self._log is not None:
             self._log.close()
             self._log = None
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()  # other processes may use this memory meanwhile
             torch.cuda.reset_peak_memory_stats()
-        # transformers loads models as the variables say that accelerate has set, and `setup` keeps those that are set
+        # accelerate's variables change how transformers loads models, and `setup` does not replace a set variable
         for name in os.environ.keys() - self._environment.keys():
             del os.environ[name]
         # Only changed variables are set, because Ray's threads may read the others at the same time.

@@ -22,8 +22,8 @@ _NUMBERS = (*SOURCE_COLUMNS.values(), "advantages")
 def check_token_staleness(
     batch: BatchedDataDict, *, step: int, limits: Sequence[int], sample_ids: Sequence[str]
 ) -> None:
-    """Raises StalenessViolation for a trained token that is older than its row's limit, which is the η of its ticket,
-    or newer than the weights. This is the last check before training."""
+    """Raises StalenessViolation for a trained token that is newer than the weights of version `step`, or older than its
+    row's entry in `limits` (the staleness limit of its group, in versions). This is the last check before training."""
     if batch.size == 0:
         return
     staleness_BS = (step - batch["weight_versions"]).where(trained_mask(batch), 0)
@@ -117,6 +117,6 @@ def empty_micro_batch() -> BatchedDataDict:
 def token_batch(sequences: Sequence[Sequence[int]]) -> BatchedDataDict:
     """Returns token sequences to be scored, padded on the right: `input_ids` [B, S] and `input_lengths` [B]."""
     rows = [torch.as_tensor(tokens, dtype=torch.int64) for tokens in sequences]
-    narrowest = torch.zeros(MIN_WIDTH, dtype=torch.int64)  # no batch may be narrower
+    narrowest = torch.zeros(MIN_WIDTH, dtype=torch.int64)  # so that no batch is narrower
     input_ids_BS = pad_sequence([*rows, narrowest], batch_first=True)[:-1]
     return BatchedDataDict(input_ids=input_ids_BS, input_lengths=torch.tensor([len(row) for row in rows]))

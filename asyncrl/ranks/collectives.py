@@ -23,7 +23,7 @@ def gather_objects(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
 
 def on_first_rank(action: Callable[[], Any], *, group: dist.ProcessGroup) -> None:
     """Runs `action()` on rank 0. If it fails, raises its error on all ranks: an asyncrl error as it is, any other as a
-    CheckpointError."""
+    CheckpointError. A collective."""
     on_all_ranks(lambda: action() if dist.get_rank(group) == 0 else None, group=group)
 
 

@@ -79,7 +79,7 @@ class _Shard(NamedTuple):
 
 class StepDigests:
     """The digests of a rank's trained weights at the start and at the end of its steps. The digests at the start of a
-    step are those at the end of the one before, unless something may have written the weights in between.
+    step are those at the end of the step before, unless something may have written the weights in between.
 
     These writes between two steps are seen:
 
@@ -108,7 +108,7 @@ class StepDigests:
 
     def now(self, *, anew: bool) -> dict[str, int]:
         """Returns this rank's part of the digest of each trained tensor. They are computed if `anew`, or if something
-        may have written a tensor since the last call."""
+        may have written a tensor since the last call. Otherwise they are those of the last call."""
         stamps = _stamps(self._model)
         if anew or self._known is None or self._known[0] != stamps:
             self._known = stamps, digests_by_tensor(self._model, rank=self._rank, kind=self.kind)

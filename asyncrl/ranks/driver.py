@@ -37,7 +37,8 @@ R = TypeVar("R")
 
 class RowsInHand:
     """The rows that a caller passes to one call, and that the driver sends to the ranks. Raises AssertionError if
-    tensors of two or more dimensions differ in dimension 1. `reader` is the name in messages of what reads the rows."""
+    tensors of two or more dimensions differ in dimension 1. `reader` names in messages the function that reads
+    the rows."""
 
     step = None
     writes: Mapping[str, str] = {}
@@ -235,17 +236,18 @@ class RankDriver(Generic[WorkerT]):
         self.ranks.beside(SAVING, self._worker.write_checkpoint, *paths)
 
     def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None) -> None:
-        """Loads the weights that `save_checkpoint` wrote, from any number of ranks. With `optimizer_path`, also loads
+        """Loads the weights that `save_checkpoint` wrote on any number of ranks. With `optimizer_path`, also loads
         the optimizer, its position in the learning-rate schedule of `train`, and the random generators.
 
-        Raises CheckpointError if it cannot; then nothing has changed. The reference policy stays the model with which
-        the ranks were started.
+        Raises CheckpointError if the checkpoint cannot be loaded; then nothing has changed. The reference policy stays
+        the model with which the ranks were started.
         """
         optimizer = None if optimizer_path is None else _absolute(optimizer_path)
         self.ranks.call(self._worker.load_checkpoint, _absolute(weights_path), optimizer)
 
     def shutdown(self, *, keep: bool = False) -> bool:
-        """Ends the ranks, or keeps their processes (`RankGroup.shutdown`)."""
+        """Closes the access to rows, and ends the ranks. With `keep`, processes of ranks that close without an error
+        stay for the next run. Returns True if all ranks closed in time and without an error."""
         if self._rows_if_any is not None:
             self._rows_if_any.close()
         return self._group.shutdown(keep=keep)
@@ -293,8 +295,8 @@ class RankDriver(Generic[WorkerT]):
         *args: P.args,
         **options: P.kwargs,
     ) -> BatchedDataDict:
-        """Runs a scoring method of the worker on every rank's rows. Returns the columns that it computes, in the order
-        of the rows. A timer measures it under the method's name."""
+        """Runs a scoring method of the worker on every rank's rows. Returns the columns that the method computes, in
+        the order of the rows. A timer measures the parts of the call under the method's name."""
         rows = RowsInHand(data, reader=method.__name__)
         rows.require(SCORED_COLUMNS)
         return rows.joined(self._pass(rows, method.__name__, timer, None, method, *args, **options))
@@ -311,7 +313,7 @@ class RankDriver(Generic[WorkerT]):
     ) -> None:
         """Makes the ranks fetch `fields` of the rows, and write the columns that a worker's method computes from them.
         `writes` maps these columns to their names on the data plane, which are then recorded in `meta`. A timer
-        measures it under the method's name."""
+        measures the parts of the call under the method's name."""
         rows = NamedRows(meta, self._rows, fields, writes=writes)
         self._pass(rows, method.__name__, timer, None, method, *args, **options)
         name_fields(meta, writes.values())

@@ -44,7 +44,8 @@ R = TypeVar("R")
 STARTUP = "learner.startup_timeout_s"
 """The setting that limits each call by which the ranks start."""
 FIRST_CAUSE_GRACE_S = 3.0
-"""If only broken connections are known, seconds to wait for the error of the rank that caused them."""
+"""Seconds that a failed call waits for further errors if all errors so far are broken connections: the rank that caused
+them may report its own error later."""
 CLOSE_TIMEOUT_S = 5.0
 """Seconds for a rank to leave its process group before its process is killed."""
 
@@ -69,8 +70,8 @@ class PlacedRanks:
 
 
 def fixed_at_start(worker: type[RankWorker[Any]], config: Config) -> tuple[Any, ...]:
-    """Returns what is fixed when the processes of these ranks start: a run may take over ranks for which it is
-    equal."""
+    """Returns the class and the settings that are fixed when the processes of these ranks start. A run may take over
+    ranks of an earlier run only if theirs are equal."""
     learner = config.learner
     return (worker, learner.ranks, learner.shards, learner.cpus, learner.gpus, learner.node_labels, _variables(config))
 
@@ -147,10 +148,12 @@ class RankGroup(Generic[WorkerT]):
 
     Calls block, except `launch`. Several threads may call. A call takes a function whose first argument is the rank's
     worker, and its further arguments: `ranks.call(PolicyWorker.load_checkpoint, path)`. The ranks must be able to
-    import it. With `named_rows`, each rank also has a data-plane client, and a call may pass the names of its rows.
-    `kept` has ranks of an earlier run of this process, which `start` takes over if they fit, and gets those that
-    `shutdown` keeps. `place` makes new actors. If only broken connections are known, a call waits `grace_s` seconds for
-    the error of the rank that caused them.
+    import the function. With `named_rows`, each rank also has a data-plane client, and a call may pass the names
+    of its rows.
+
+    `kept` is a list of ranks of earlier runs of this process: `start` takes over ranks from it if they fit, and
+    `shutdown` with `keep` puts ranks into it. `place` makes new actors. If all errors of a call are broken connections,
+    the call waits `grace_s` seconds for the error of the rank that caused them.
     """
 
     def __init__(
@@ -235,9 +238,9 @@ class RankGroup(Generic[WorkerT]):
     def call(self, function: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs) -> list[R]:
         """Calls `function(worker, *args)` on every rank at the same time. Returns the results in rank order.
 
-        If a rank refuses the call (`REFUSALS`), the refusal is raised here, and the ranks stay usable. Any other error
-        ends all ranks. The deadline is `run.stall_timeout_s`. `learner.collective_timeout_s` does not fit, because the
-        time of such a call depends on its number of rows.
+        If a rank refuses the call (`REFUSALS`), the refusal is raised in this process, and the ranks stay usable. Any
+        other error ends all ranks. The deadline is `run.stall_timeout_s` and not `learner.collective_timeout_s`,
+        because the time of such a call depends on its number of rows.
         """
         return self._answers(function, [rank.call.remote(function, *args, **options) for rank in self._alive()])
 
@@ -276,7 +279,8 @@ class RankGroup(Generic[WorkerT]):
         self, lane: str, function: Callable[Concatenate[WorkerT, P], R], *args: P.args, **options: P.kwargs
     ) -> list[R]:
         """Calls `function(worker, *args)` on every rank in the thread `lane` beside the rank's steps. Returns the
-        results in rank order. A failure ends no rank, because training needs neither the delivery nor the files.
+        results in rank order. A failure ends no rank, because training needs neither the delivery of weights nor
+        the files.
 
         - `SENDING`: sends weights. There is no deadline. Raises ActorGone when a rank has died. Raises any other error
           only when all ranks have ended the call: otherwise a repetition would have to wait for a rank that still

@@ -1,4 +1,4 @@
-"""The part of a micro-batch's pass that does not depend on the model: from the loss's result to a gradient and numbers.
+"""The part of a micro-batch's pass that does not depend on the model: from the loss to a gradient and metrics.
 
 A loss is first differentiated only with respect to the model's outputs. The model's backward pass needs nothing but
 these derivatives (slopes), and a loss that fails does not interrupt the collectives of that pass.
@@ -28,8 +28,9 @@ class UpdateContext(Generic[LossT]):
     """The arguments that all passes of one update share.
 
     `counts` are the update's `global_valid_seqs` and `global_valid_toks`. `step` is the version of the weights; without
-    it, no token counts as on-policy. With `sole_update`, the weights are still those of the step's start. `watched`
-    notes what the passes do with the drawn rows of a step that is witnessed.
+    it, no token counts as on-policy. `sole_update` is True in eval mode and if the step has only this update: the
+    weights are then those of the step's start. `watched` notes what the passes do with the rows that the witness
+    computes again; None if the step is not witnessed.
     """
 
     loss_fn: LossT

@@ -108,7 +108,7 @@ class ModelRows:
     def of(cls, data: BatchedDataDict, *, packed: bool, wide: Sequence[str] = ()) -> "ModelRows":
         """Makes the rows for a pass from the columns `input_ids`, if packed `input_lengths`, and the branches if the
         rows have them. `wide` names the columns in `WIDE_FIELDS` that the pass reads if the rows have them. Packed
-        tokens are only shared if these are equal."""
+        tokens are only shared if their entries in these columns are equal."""
         sequences, branches = branches_as_rows(data)
         input_ids_RL, columns = sequences["input_ids"], wide_columns(sequences, wide)
         if not packed:
@@ -135,7 +135,8 @@ class ModelRows:
 
     def at_next_tokens(self, results: torch.Tensor) -> torch.Tensor:
         """Returns [B, T, C]: entry t of a row is the result of token t + 1. `results` has C numbers for each target.
-        An entry is 0 for the first token of a branch, which nothing predicts, and if packed beyond a row's length."""
+        An entry is 0 for the first token of a branch, which nothing predicts. If rows are packed, it is also 0
+        beyond a row's length."""
         results_RTC = results if self.packed is None else self.packed.at_next_tokens(results)
         if self.branches is None:
             return results_RTC

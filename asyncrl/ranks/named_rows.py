@@ -1,8 +1,8 @@
 """Rows by name: the driver handles only the rows' names, and the ranks fetch the rows and write columns back.
 
 Invariants: the driver divides the names among the ranks exactly as it would divide the rows (`BatchingPlan.cut`).
-Either all ranks get their rows, or the call fails on all ranks (F37 in docs/faults.md). A token that is older than its
-ticket allows is never trained: it is masked in rows with the tag `MASKS_STALE`, and an error in all others.
+Either all ranks get their rows, or the call fails on all ranks (F37 in docs/faults.md). A token that is older than
+the limit in its row's tags is never trained: it is masked in rows with the tag `MASKS_STALE`, and an error in others.
 """
 
 from collections import Counter
@@ -80,7 +80,8 @@ class NamedRows:
     def require(self, needed: Collection[str]) -> None:
         """Makes the ranks fetch the columns that training needs: those that the meta names, those that the loss needs
         (`needed`), and those of the constructor's `fields` that the rows have. Raises MissingColumns if the rows lack a
-        column of the first two kinds."""
+        column of the first two kinds. If the meta has a `STEP`, raises CallRefused unless it is an int and all rows
+        have a `LIMIT` in their tags."""
         meta, needed = self.meta, set(needed)
         if STEP in meta.extra_info:
             if not isinstance(meta.extra_info[STEP], int):
@@ -127,8 +128,8 @@ class NamedRows:
 class FetchedRows:
     """A rank's access to named rows. Every method is a collective. `meta` names this rank's rows; it may name none.
 
-    If rows of a rank ended with the process that stored them, RowsLost is raised on all ranks, with the lost rows of
-    all ranks. MissingColumns is raised for rows or columns that were never written, or were cleared.
+    If rows of a rank are lost because the process that stored them has ended, RowsLost is raised on all ranks, with the
+    lost rows of all ranks. MissingColumns is raised for rows or columns that were never written, or were cleared.
     """
 
     def __init__(self, ranks: Collectives, config: Config) -> None:

@@ -7,7 +7,7 @@ shards its parameters, and checkpoints keep its state by the names of the parame
 - all of its state is in `optimizer.state[parameter]`, as tensors or numbers,
 - its state for a sharded parameter is sharded too: made by operations on the parameter, such as `torch.zeros_like`.
 
-`try_optimizer` checks the first two before a run starts, and each step of a run the third.
+`try_optimizer` checks the first two conditions before a run starts. Each step of a run checks the third one.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.user_code import describe_error
 
 MOMENT_BYTES = 4
-"""Bytes of a number in a state of an optimizer: it is float32."""
+"""Bytes of a number in the state of an optimizer: the numbers are float32."""
 ADAMW_BYTES = 2 * MOMENT_BYTES
 """Bytes of AdamW's state for each parameter: its two moments."""
 TRIED_RATE = 1e-3
@@ -76,7 +76,7 @@ def own_optimizer(
     parameter is not sharded.
 
     Raises ConfigError if it cannot be imported, if the options do not fit its signature, if it raises an error, if its
-    result is not an optimizer, or if the optimizer lacks some of the parameters.
+    result is not a torch.optim.Optimizer, or if the optimizer lacks some of the parameters.
     """
     assert section.own is not None, "AdamW is built in"
     path, key_of_name = section.own.path, f"{key}.name"
@@ -187,7 +187,7 @@ def _tried_step(
     path: str,
     key: str,
 ) -> None:
-    """Makes a step with gradients that depend on `number` only, as a rank does."""
+    """Makes a step as a rank does, but with random gradients that depend on `number` only."""
     draw = torch.Generator().manual_seed(number + 1)
     for parameter in parameters:
         parameter.grad = torch.randn(parameter.shape, generator=draw)
@@ -204,7 +204,7 @@ def _equal(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool
 
 
 def _is_array(value: object) -> bool:
-    """Returns whether a value of a state is a tensor with elements, and not a number or a counter."""
+    """Returns whether a value of a state is a tensor of one or more dimensions, and not a number or a counter."""
     return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
@@ -223,7 +223,8 @@ def _layout(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], *, path: str, key: str
 ) -> list[dict[str, Any]]:
     """Returns the shape or the type of each entry of the state, for each parameter. Raises ConfigError for an entry
-    that a checkpoint cannot keep: torch loads floats in the precision of the parameter, except for `step`."""
+    that a checkpoint cannot keep, because it is neither a tensor nor a number, or is a tensor that is not float32.
+    torch would load such a tensor in the precision of the parameter, except for the entry `step`."""
     known = {id(parameter) for parameter in parameters}
     for entry in optimizer.state:
         if id(entry) not in known:
@@ -250,7 +251,8 @@ def _layout(
 
 
 def _check_sharded(optimizer: torch.optim.Optimizer, *, name: str, key: str) -> None:
-    """Raises ConfigError if a state of a sharded parameter is not sharded: a checkpoint would keep that of one rank."""
+    """Raises ConfigError if a state of a sharded parameter is not sharded: a checkpoint would keep only that of one
+    rank."""
     for parameter, state in optimizer.state.items():
         for entry, value in state.items() if isinstance(parameter, DTensor) else ():
             if isinstance(value, DTensor):

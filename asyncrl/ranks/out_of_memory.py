@@ -1,7 +1,8 @@
-"""Recognises the errors of a rank that has too little memory, and has the advice for them (F26).
+"""Recognises the errors of a rank that has too little memory, and has the advice for them (F26 in docs/faults.md).
 
 The errors have many classes: `torch.OutOfMemoryError` and `torch.AcceleratorError` for a GPU, `MemoryError` of Python,
-and a plain `RuntimeError` of torch's CPU allocator and of cuBLAS. Their names and texts tell them apart.
+and a plain `RuntimeError` of torch's CPU allocator and of cuBLAS. They are recognised by the names of the classes and
+by their texts.
 """
 
 import re

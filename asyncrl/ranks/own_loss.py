@@ -5,8 +5,8 @@ derivatives by the tokens of the drawn group (the one that the witness computes 
 groups of the micro-batch. The function gets the model's outputs of the step's own pass for these rows, so that only the
 function can make a difference.
 
-It is also called with each sample alone. A loss may compare the samples of a group, so that a difference is no error
-there: the record says which of the two agreed.
+The function is also called with each sample alone. A loss may compare the samples of a group, so a difference from the
+derivatives of the group is no error. The kind of the finding says whether there was one.
 
 Legend: B rows, S tokens, T = S − 1 next tokens, V vocabulary.
 """
@@ -28,10 +28,10 @@ MASKS = "own function, its masks"
 
 @dataclass(slots=True, kw_only=True)
 class OwnLoss:
-    """The derivatives of a loss by the trained tokens of this rank's drawn rows. `in_step` are those of the step's
-    backward pass, `of_group` those with the group alone, `of_sample` those with each sample alone. The key is the index
-    of a row within the drawn group. `problem` says why the function could not be called again, or why its results
-    cannot be compared.
+    """The derivatives of a loss by the trained tokens of this rank's rows of the drawn group. `in_step` are those of
+    the step's backward pass, `of_group` those with the group alone, `of_sample` those with each sample alone. The key
+    is the index of a row within the drawn group. `problem` says why the function could not be called again, or why its
+    results cannot be compared.
 
     The backward pass multiplies the loss by `world_size`, because FSDP averages gradients over the ranks. So the noted
     derivatives are divided by it.
@@ -51,12 +51,12 @@ class OwnLoss:
         *,
         numbers: Sequence[int],
     ) -> None:
-        """Calls the loss again for the drawn rows of a micro-batch alone, and notes its derivatives. A hook notes those
-        of the step's own backward pass.
+        """Calls the loss again with only the rows of the drawn group, and with each of them alone, and notes its
+        derivatives. A hook notes those of the step's own backward pass.
 
         `output` is the argument of the loss with its graph: log-probs [B, T] or logits [B, S, V]. `slopes_of_rows`
-        returns the derivatives by it if the micro-batch has only these rows. `numbers` has for each row its index
-        within the drawn group, −1 for rows of other groups.
+        calls the loss as if the micro-batch had only the given rows, and returns its derivatives by their `output`.
+        `numbers` has for each row its index within the drawn group, −1 for rows of other groups.
         """
         mask_BT = trained_mask(data)[:, 1:]
         drawn = {row: number for row, number in enumerate(numbers) if number >= 0 and bool(mask_BT[row].any())}
@@ -70,10 +70,10 @@ class OwnLoss:
         try:
             first, second = slopes_of_rows(group), slopes_of_rows(group)
         except Exception as error:  # the step itself did not fail, so it goes on
-            self.problem = f"it failed on the drawn group alone: {describe_error(error)}"
+            self.problem = f"the loss failed on the drawn group alone: {describe_error(error)}"
             return
         if not torch.isfinite(first).all():
-            self.problem = "its derivatives are not finite"
+            self.problem = "the derivatives of the loss are not finite"
         elif not torch.allclose(first, second, rtol=EQUAL, atol=EQUAL * float(first.abs().max())):
             self.problem = "two calls with the same rows give different derivatives"
         self.of_group |= {number: noted(first[group.index(row)], row) for row, number in drawn.items()}
@@ -114,8 +114,8 @@ class OwnLoss:
 
 
 def masked_finding(outside: float, *, inside: float, kind: str) -> Finding:
-    """Judges the largest derivative of the loss by a token that its masks leave out, which must be 0. `inside` is the
-    largest by a token that is trained."""
+    """Judges the largest derivative of the loss by a token that its masks leave out (`outside`). It must be 0
+    up to rounding. `inside` is the largest derivative by a token that is trained."""
     return Finding(
         check="coefficients",
         ratio=outside / (EQUAL * (inside or outside)),
@@ -138,8 +138,9 @@ def _group(data: BatchedDataDict, numbers: Sequence[int]) -> list[int]:
 
 
 def _of_trained(slopes: torch.Tensor, mask_T: torch.Tensor, targets_T: torch.Tensor) -> list[float]:
-    """Returns the derivatives by the trained tokens of a row, from [T] of log-probs. Of logits [S, V], returns two
-    numbers for each token: the derivative by its own logit, and the norm of all of its derivatives."""
+    """Returns the derivatives by the trained tokens of a row. `slopes` are those by log-probs [T] or by logits [S, V].
+    From logits, returns two numbers for each token: the derivative by its own logit, and the norm of those by all
+    logits of its position."""
     if slopes.ndim == 1:
         return slopes[mask_T].double().tolist()
     of_token_NV = slopes[:-1][mask_T]

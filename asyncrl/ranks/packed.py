@@ -4,8 +4,8 @@ Rows may share their first tokens. One of these rows, the leader, is in the sequ
 only with their own tokens, which come after the shared ones. So the prompt of a group is computed once, forward and
 backward, and its gradient is the sum over the group's rows. `asyncrl.ranks.prefixes` decides which rows share.
 
-Invariants: no token sees a token of another row that is not also its own row's token at this position. The results
-equal those of each row alone.
+Invariants: a token sees a token of another row only if that is one of the first tokens that both rows share. The
+results equal those of each row alone.
 
 The model gets the segments of the sequence as the argument `segments`, which transformers passes on to the attention
 `ATTENTION` that is registered here. On a GPU in half precision it uses torch's variable-length kernel. Elsewhere it
@@ -95,7 +95,7 @@ class PackedRows:
         lengths_B = lengths_B.to(device).clamp(min=1)
         prefixes = shared_prefixes(input_ids_BS, lengths_B, wide)
         shapes = [(shared, length - shared) for length, shared in zip(lengths_B.tolist(), prefixes.tokens, strict=True)]
-        # rows of one shape are neighbours in the sequence, so that the attention takes them together
+        # rows of one shape (shared tokens, own tokens) are neighbours, so that the attention takes them together
         order = sorted((row for row, (_, own) in enumerate(shapes) if own > 0), key=shapes.__getitem__)
         starts = [0] * len(shapes)
         for row, start in zip(order, accumulate((shapes[row][1] for row in order), initial=0), strict=False):
@@ -202,7 +202,7 @@ def _by_kernel(
     keys_MKD, values_MKD = key_KND.transpose(0, 1), value_KND.transpose(0, 1)
     if any(part.shared for part in segments.alike):
         keys_MKD, values_MKD = keys_MKD[segments.places_M], values_MKD[segments.places_M]
-    # torch 2.11, with which benchmarks/gpu also runs, does not know this argument
+    # passed only if needed, because torch 2.11, with which benchmarks/gpu also runs, does not know this argument
     grouped: dict[str, Any] = {} if len(query_HND) == len(key_KND) else {"enable_gqa": True}
     out_NHD = varlen_attn(
         query_HND.transpose(0, 1),

@@ -189,11 +189,12 @@ def plan_of(part: BatchedDataDict) -> UpdatePlan:
 def required_columns(
     loss_fn: LossFunction | ValueLossFunction, *, updates: int, eval_mode: bool = False
 ) -> frozenset[str]:
-    """Returns the columns that training with `loss_fn` reads, as far as the loss names them in `columns`.
+    """Returns the columns that the rows need for training with `loss_fn`, as far as the loss names them in `columns`.
 
-    A call with one update computes `prev_logprobs` in its own pass, because the weights at its start are the current
-    weights. With several updates, this is only true for the first one. A statistic of the step also needs the column
-    before the pass, and `advantages`.
+    A call with one update does not need `prev_logprobs`, but computes them in its own pass, because the weights at its
+    start are the current weights. With several updates, this is only true for the first one. A loss with statistics of
+    the whole step (`statistics_of`) needs `prev_logprobs` in any case, because they are read before the pass, and
+    `advantages`. Raises TypeError if `columns` is a string.
     """
     columns = getattr(loss_fn, "columns", ())
     if isinstance(columns, str):

@@ -4,9 +4,9 @@ Causal attention gives equal hidden states to equal tokens at equal positions. S
 share, and no hint about groups is needed. Rows share with their neighbours only: a run is a number of consecutive rows,
 and its first row, the leader, computes the prefix for all of them.
 
-Tokens must also have the same entries in the columns that the pass reads to be shared, because the results for a token
-depend on them: the support (`generator.top_k`), and for an objective with centering the most likely tokens
-(`generator.logprobs`). They differ where weights of different versions have sampled the tokens.
+Shared tokens must also have the same entries in the columns on which the results for a token depend: the support
+(`generator.top_k`), and for an objective with centering the most likely tokens (`generator.logprobs`). These entries
+differ where weights of different versions have sampled the tokens.
 
 Invariants: a leader shares nothing with an earlier row, and no row shares more tokens than it has.
 
@@ -21,9 +21,10 @@ import numpy as np
 import torch
 
 _SMALLEST_SHARE = 1 / 8
-"""A row shares its first tokens only if they are at least this part of it. The attention must gather the shared tokens
-of each row. For an eighth of the row this made a model of width 64 on a CPU 0.89 to 0.94 times as fast, and a model of
-width 256 1.05 times as fast; for a third of the row, the model of width 64 was 1.05 to 1.6 times as fast."""
+"""A row shares its first tokens only if they are at least this part of the row: the attention must gather the shared
+tokens of each row, which takes time. Sharing an eighth of the row made a model of width 64 on a CPU 0.89 to 0.94 times
+as fast, and a model of width 256 1.05 times as fast. Sharing a third of the row made the model of width 64 1.05 to 1.6
+times as fast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ def shared_prefixes(
     possible. A row that would share less than an eighth of its tokens computes all of them.
 
     `lengths_B` has the number of tokens of each row; later tokens are padding. `wide` has those of the columns
-    `WIDE_FIELDS` that the pass reads. Waits for the device: it needs two numbers of each row on the host.
+    `WIDE_FIELDS` that the pass reads. Waits for the device, because it needs two numbers of each row on the host.
 
     >>> rows = torch.tensor([[5, 6, 7, 1], [5, 6, 7, 2], [5, 9, 9, 9]])
     >>> shared_prefixes(rows, torch.tensor([4, 4, 4]))

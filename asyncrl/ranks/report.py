@@ -55,11 +55,11 @@ class StepReport:
     """Measurements by name: the measures of `asyncrl.algorithms.kernel`, except for a user's loss that takes logits;
     with ρ the importance weight of a token, the mean e^|log ρ| and the largest |log ρ|; the KL to the reference; the
     tokens of the rows divided by the tokens that went through the model; the number of tokens that were left out
-    because a log-prob or advantage was not finite; the memory of the fullest GPU; and the β of the penalty with
-    `control`. A measurement that was not made has no entry."""
+    because a log-prob or advantage was not finite; the memory of the fullest GPU; and the β of a penalty whose β
+    follows the KL (`control`). A measurement that was not made has no entry."""
     loss_metrics: Mapping[str, float] = field(default_factory=dict)
-    """The loss's own metrics, added over micro-batches and ranks and averaged over updates. The presets have
-    `clipped_ratio` and `gated_ratio`."""
+    """The loss's own metrics, added over micro-batches and ranks and averaged over updates (`merge_metrics` says how
+    extremes and averages are combined). The presets have `clipped_ratio` and `gated_ratio`."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall-clock seconds of rank 0 in the stages `log_probs`, `forward_backward` and `optimizer`."""
     model_flops: int | None = None
@@ -71,7 +71,8 @@ class StepReport:
     weights_after: int = 0
     """Digest of the weights after the step."""
     weights_before_by_kind: Mapping[str, int] = field(default_factory=dict)
-    """The other kinds of the digest `weights_before`, in the first step after weights were loaded; else empty."""
+    """Digests of the same weights as `weights_before`, by kind, for all kinds but `digest_kind`. Only the first step
+    after weights were loaded has them; else empty."""
     digest_kind: str = XXH3
     """Kind of the digests `weights_before` and `weights_after`, one of `asyncrl.ranks.digest.KINDS`."""
     findings: Mapping[str, Finding] = field(default_factory=dict)
@@ -79,8 +80,8 @@ class StepReport:
 
     @property
     def kl_nats(self) -> dict[str, float]:
-        """The KL that the β of a penalty may follow, by the other policy. A KL that is not finite has no entry. Empty
-        if the step was skipped or trained no token."""
+        """The KL of the policy to another one, by the name of the other (`reference`, `behaviour`). The β of a penalty
+        may follow it. A KL that is not finite has no entry. Empty if the step was skipped or trained no token."""
         found = {"reference": self.diagnostics.get("kl_to_reference_nats"), "behaviour": self.kl_behaviour_k3_nats}
         if self.skipped or not self.trained_tokens:
             return {}
@@ -102,7 +103,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatePlan:
-    """The rows that one rank, or all ranks together, train in one optimizer update.
+    """How much one rank, or all ranks together, train in one optimizer update.
 
     `tokens` and `samples` are the numbers of tokens and samples whose mask is above 0. `valid_toks` and `valid_seqs`
     are the sums of the masks, by which a loss is divided. They differ from `tokens` and `samples` if a mask has
@@ -148,8 +149,9 @@ class RankRecord:
     fewer where packed rows share a prefix. `seconds` are by stage.
     `model_flops` and `peak_flops_per_s` are as in `StepReport`, for this rank. `gpu_memory_bytes` is the most memory
     that its tensors took on its GPU since the step before; None on a CPU. `weights_before`, `weights_after` and
-    `weights_before_by_kind` are the rank's parts of the digests. `findings` are what the witness found on this rank,
-    the worst of each check and update. `penalty_beta` is the β of the loss's penalty with `control`; None without one.
+    `weights_before_by_kind` are the rank's parts of the digests. `findings` are those of the witness
+    (`asyncrl.witness`) on this rank. `penalty_beta` is the β of the loss's penalty whose β follows the KL (`control`);
+    None without one.
     """
 
     plans: tuple[UpdatePlan, ...]

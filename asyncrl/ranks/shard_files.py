@@ -46,9 +46,9 @@ class HostCopies:
         self._names: frozenset[str] | None = None
 
     def plan(self, tensors: Tensors, *, group: dist.ProcessGroup) -> None:
-        """Decides which rank writes which shard of `tensors`, unless the last plan was for the same names: shapes and
-        shards stay the same. There are new names after an optimizer has made a part of its state after the first save:
-        AdamW makes that of a tensor at the tensor's first gradient.
+        """Decides which rank writes which shard of `tensors`, unless the last plan was for the same names: the shapes
+        and shards of a name never change. A later save may have new names, because AdamW makes the state of a tensor
+        only at the tensor's first gradient.
 
         Raises CheckpointError if the names differ between the ranks. A collective."""
         names = frozenset(tensors)
@@ -67,7 +67,7 @@ class HostCopies:
         local = gather_objects(self._planner.create_local_plan(), group=group)
         plans, _ = self._planner.create_global_plan(local)  # every rank computes the same plans
         self._items, self._names = plans[rank].items, names
-        self._copies = {}  # this rank may no longer write each of its tensors
+        self._copies = {}  # by the new plan, another rank may write a tensor that this rank wrote before
 
     def take(self, tensors: Tensors) -> None:
         """Copies the shards of `tensors` that this rank writes by the plan to host memory. Not a collective."""

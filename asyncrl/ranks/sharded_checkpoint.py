@@ -71,8 +71,8 @@ class _Training(msgspec.Struct, frozen=True, kw_only=True):
 
     train_calls: int
     has_moments: bool
-    """False before the first update. AdamW has no state then, and an optimizer step with zero gradients, which would
-    create the state, would count as an update."""
+    """False if the optimizer has no state, and the checkpoint therefore has none. AdamW has no state before its first
+    update, and SGD without momentum never has one."""
     generators: tuple[_Generators, ...]
 
 
@@ -152,7 +152,7 @@ class ShardedState:
                 if (here := first.get(name)) != (there := found.get(name)):
                     raise CheckpointError(
                         f"the optimizer's state has {name} = {here} on rank 0 and {there} on rank {rank}, and a "
-                        "checkpoint keeps one number for all ranks; compute it of the whole tensor and not of a rank's "
+                        "checkpoint keeps one number for all ranks; compute it from the whole tensor and not a rank's "
                         "shard, or keep it in a tensor made with torch.zeros_like(parameter)"
                     )
 
@@ -337,7 +337,7 @@ class _ExactPlanner(DefaultLoadPlanner):
     tensors that the live state does not have, and another dtype.
 
     The checkpoint of an `optimizer` may have no state of a parameter, because the parameter had no gradient before the
-    save. Its live tensors, which are zeros, are then `left_out`."""
+    save. The live tensors of this state, which are zeros, are then `left_out`."""
 
     def __init__(self, path: Path, *, optimizer: bool = False) -> None:
         super().__init__()

@@ -56,7 +56,7 @@ class Watched:
     """The inputs and results of an update's passes for the drawn rows of this rank. The key is the index of a row
     within the drawn group.
 
-    Lists have one entry for each trained token. `places` are the tokens' places among the next tokens of their row.
+    Lists have one entry for each trained token. `places` are the indices of the tokens in their row, minus 1.
     `slopes` are the derivatives of the loss by the tokens' log-probs, entropies and centering, by the names of the
     fields of `Derivatives`; a name is missing if the loss does not read the output. `tokens` is the weighted number of
     trained tokens of all rows that had a backward pass. `inside` is the largest derivative of the loss by a trained
@@ -140,7 +140,7 @@ def _sample(
 
 
 def drawn_rows(parts: Sequence[BatchedDataDict]) -> list[BatchedDataDict]:
-    """Returns the drawn rows of each micro-batch that has some, with all of their columns."""
+    """Returns the rows of the drawn group in each micro-batch that has some of them, with all of their columns."""
     found = []
     for part in parts:
         rows = (part[WITNESS] >= 0).nonzero().flatten() if WITNESS in part else []
@@ -154,9 +154,9 @@ class PlainSequence:
     """A sequence as a model sees it: a row, or a branch of a row. `number` is the row's index within the
     drawn group, which the witness computes again.
 
-    Lists have one entry for each token but the first. `supports` has the ids of the tokens among which it was sampled,
-    if the rows have supports. `tops` has the ids and log-probs of the sampler's most likely tokens, if the rows have
-    them. `row_places` has its index in the row, minus 1.
+    `tokens` has all tokens of the sequence. The other lists have one entry for each token but the first. `supports` has
+    the ids among which the token was sampled, if the rows have supports. `tops` has the ids and log-probs of the
+    sampler's most likely tokens, if the rows have them. `row_places` has the token's index in the row, minus 1.
     """
 
     number: int
@@ -203,8 +203,8 @@ def equal_sequences(sequences: Iterable[PlainSequence]) -> list[list[PlainSequen
 
 
 def squares(model: torch.nn.Module, *, world_size: int) -> dict[str, float]:
-    """Returns this rank's part of the sum of the squares of each gradient, by the name of the tensor. The parts of all
-    ranks add up to the sum of the whole tensor, also if several ranks have the same shard."""
+    """Returns this rank's part of the sum of the squares of all elements of each gradient, by the name of the tensor.
+    The parts of all ranks add up to the sum of the whole tensor, also if several ranks have the same shard."""
     found = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
@@ -214,7 +214,7 @@ def squares(model: torch.nn.Module, *, world_size: int) -> dict[str, float]:
 
 
 def _copies(tensor: torch.Tensor, *, world_size: int) -> int:
-    """Returns on how many ranks each shard of a tensor is."""
+    """Returns the number of ranks that have the same shard of a tensor."""
     if not isinstance(tensor, DTensor):
         return world_size
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
@@ -229,7 +229,8 @@ EQUAL_NORMS = 0.05
 """Largest accepted difference between the gradients' norm that the clipping measures and a second sum, as a share of
 the norm. torch adds up squares in float32: on a CPU, the norm of 136 million normal elements is 1.7 % too small."""
 PART_ELEMENTS = 64
-"""Number of drawn elements of each shard of a gradient whose sums over the micro-batches are compared."""
+"""Number of randomly chosen elements of each shard of a gradient that are compared with their sums over the
+micro-batches."""
 DrawnGradient = Mapping[str, Sequence[float]]
 """Drawn elements of this rank's shard of each gradient, by the name of the tensor."""
 
@@ -305,7 +306,7 @@ class UpdateWitness:
         *,
         device: torch.device,
     ) -> None:
-        """Compares the gradient of the drawn rows, and their log-probs, with those of plain passes.
+        """Compares the gradient and the log-probs of the drawn group's rows with those of plain passes.
 
         The model's gradients must be 0 before the call, and the caller sets them to 0 afterwards. `run` passes a
         micro-batch forward and backward as a step does, and notes inputs and results in the `Watched`. The plain passes
@@ -338,9 +339,9 @@ class UpdateWitness:
         *,
         reset: Callable[[], object],
     ) -> None:
-        """Notes drawn elements of the gradient of each micro-batch alone, if the request asks for it. `judge` compares
-        their sums with the gradient of the update. `run` passes a micro-batch forward and backward, and `reset` sets
-        the gradients to 0."""
+        """Notes some elements of the gradient of each micro-batch alone, if the request has `every_part`. `judge`
+        compares their sums with the gradient of the update. `run` passes a micro-batch forward and backward, and
+        `reset` sets the gradients to 0."""
         if not self._request.every_part:
             return
         for part in parts:
@@ -445,7 +446,7 @@ class UpdateWitness:
             self._findings.append(steps_finding(steps, expected=self._optimizer_steps))
 
     def _rewarded(self, samples: Mapping[int, Sample]) -> Mapping[int, Sample]:
-        """Returns the samples with the rewards of the lease, if the request has them."""
+        """Returns the samples with the rewards of the request, or unchanged if the request has no rewards."""
         rewards = self._request.rewards
         return {n: replace(sample, reward=rewards[n]) for n, sample in samples.items()} if rewards else samples
 
@@ -478,9 +479,9 @@ class UpdateWitness:
         return GRADIENT_FLOAT32 if self._exact else GRADIENT_BFLOAT16
 
     def compare_elements(self, *, norm: float) -> None:
-        """Compares elements of the weights with AdamW's formula, after the optimizer's step, and the norm of the
-        gradients. `norm` is as the clipping has measured it. For an optimizer of the user's own, there is no formula.
-        Not a collective."""
+        """Compares elements of the weights after the optimizer's step with AdamW's formula; not for an optimizer of the
+        user's own, which has no formula. Also compares the norm of the gradients that the clipping has measured
+        (`norm`) with a second sum. Not a collective."""
         learner = self._config.learner
         if self._elements is not None:
             rate = rate_of_step(learner.optimizer, step=self._train_calls, total_steps=learner.total_steps)
@@ -500,8 +501,8 @@ def judged(check: str, compare: Callable[[], list[Finding]]) -> list[Finding]:
 
 
 def _filled(own: Sequence[Any], ranks: Collectives, empty: Callable[[], Any]) -> list[Any]:
-    """Returns the inputs `own` of this rank's passes, and so many empty ones that all ranks make the same number of
-    passes. A collective."""
+    """Returns the inputs `own` of this rank's passes, followed by empty inputs, so that all ranks make the same number
+    of passes. A collective."""
     return [*own, *(empty() for _ in range(max(ranks.gather(len(own))) - len(own)))]
 
 
@@ -640,8 +641,8 @@ class DrawnElements:
             self._drawn.append((name, own, places, elements))
 
     def findings(self, settings: OptimizerSection, *, rate: float, norm: float) -> Iterator[Finding]:
-        """Yields a finding for each tensor after the step. `norm` is that of all gradients before they were
-        clipped."""
+        """Yields a finding for each drawn element. Call it after the step. `norm` is that of all gradients before they
+        were clipped."""
         for name, own, places, elements in self._drawn:
             for element, value in zip(elements, own[places].double().tolist(), strict=True):
                 expected = stepped(element, settings, rate=rate, norm=norm)
@@ -666,9 +667,10 @@ def frozen_tensors(
     *,
     train_calls: int,
 ) -> list[Finding]:
-    """Returns a finding for each tensor in `same`, whose bits an optimizer's step did not change. A finding has failed
-    if the moments of an element and the learning rate predict a change above the rounding of its value. Returns none
-    for an optimizer of the user's own, whose state predicts nothing."""
+    """Returns a finding for each tensor in `same`, whose bits an optimizer's step did not change, except for tensors
+    that had no gradient in this step. A finding has failed if the moments of an element and the learning rate predict a
+    change above the rounding of its value. Returns none for an optimizer of the user's own, whose state predicts
+    nothing."""
     findings, settings = list[Finding](), learner.optimizer
     if settings.own is not None:
         return findings

@@ -6,7 +6,7 @@ wraps; it does not use Ray. A subclass defines the model, the result of a micro-
 Invariants:
 
 - A method is a collective unless its docstring says otherwise: all ranks must call it in the same order. `close` is
-  none, and `write_checkpoint` may run in a second thread.
+  not a collective, and `write_checkpoint` may run in a second thread.
 - The result of a step is equal for any number of ranks and any micro-batch size, to float tolerance.
 - Either all ranks apply an update, or none does.
 - If one rank refuses a call before it changes anything, all ranks refuse it, and all stay usable.
@@ -80,8 +80,8 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         # set after accelerate is initialised, because accelerate sets the number of threads on CPUs
         torch.set_num_threads(learner.threads)
         super().__init__(rank=rank, world_size=world_size, timeout=timeout)
-        # a group of its own, because DCP aborts the process if its group has other traffic, with a longer timeout,
-        # because loading a checkpoint may take longer than a collective
+        # a group of its own, because DCP aborts the process if its group has other traffic; the timeout is longer than
+        # that of other collectives, because loading a checkpoint may take longer
         self._checkpoints = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.run.stall_timeout_s))
         # for the thread that writes checkpoints while the steps run
         self._saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.timeout_s))
@@ -90,8 +90,8 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         self._vocabulary = len(model.get_input_embeddings().weight)
         # no dropout: otherwise equal weights would give a token other probabilities, and its ratio would not be 1
         model.train(False)
-        # accelerate shards a model only beside an optimizer. The rank's own one is made afterwards, for the shards,
-        # because some optimizers make their state when they are made, such as torch.optim.Adagrad
+        # accelerate shards a model only together with an optimizer, so it gets an SGD that never steps. The rank's own
+        # optimizer is made afterwards, for the shards, because some, such as Adagrad, make their state at once
         self.model, _ = self._accelerator.prepare(model, torch.optim.SGD(trained_parameters(model)))
         key = f"{self.section}.optimizer"
         optimizer = make_optimizer(self.model, learner.optimizer, key=key, device=self._device)
@@ -170,7 +170,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         return None
 
     def _penalty_beta(self, loss_fn: LossT) -> float | None:
-        """Returns the β of the loss's penalty whose β follows the steps before; None without one."""
+        """Returns the β of the loss's penalty whose β follows the KL of earlier steps; None without such a penalty."""
         return None
 
     def _weights_changed(self) -> None:
@@ -270,7 +270,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
 
     def weights_digest(self, kind: str | None = None) -> int:
         """Returns this rank's part of the digest of the weights (`asyncrl.ranks.digest`), by default of the kind that
-        the steps have. Not a collective."""
+        the records of the steps have. Not a collective."""
         return model_digest(self.model, rank=self.rank, kind=kind or self._digests.kind)
 
     def use_digest(self, kind: str) -> None:
@@ -334,9 +334,10 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         train: bool,
         witness: UpdateWitness | None,
     ) -> UpdateOutcome:
-        """Runs the forward passes. For training, also runs the backward passes and, if every rank is finite, one
-        optimizer step. If the loss fails on any rank, raises LossFailed on all ranks, without the optimizer step. If a
-        check of `witness` fails and `witness.on_failure` is `stop`, raises WitnessFailed in the same way."""
+        """Runs the forward passes. For training, also runs the backward passes and, if loss and gradient are finite on
+        every rank, one optimizer step. If the loss fails on any rank, raises LossFailed on all ranks, without the
+        optimizer step. If a check of `witness` fails and `witness.on_failure` is `stop`, raises WitnessFailed in the
+        same way."""
         loss_total, sums, grad_norm = 0.0, MetricSums(), 0.0
         metrics: list[Mapping[str, float]] = []
         failure: CallRefused | None = None
@@ -412,7 +413,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         estimator fails or a number is not finite.
         """
         estimated: TokenAdvantages | None = None
-        # all checks are inside `together`, so that no rank waits in the sum of the moments for a rank that has failed
+        # all checks are inside `together`, so that no rank waits in the whitening's sums for a rank that has failed
         with self.together():
             rule = estimator.whitening
             if not isinstance(rule, Whitening):
@@ -462,7 +463,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def write_probe(self, folder: Path) -> None:
-        """Writes a small file into `folder`, whose name is the rank's number. The driver then checks that it sees the
+        """Writes a small file with the rank's number as its name into `folder`. The driver then checks that it sees the
         files of all ranks. Raises CheckpointError, on all ranks, if a rank cannot write."""
         on_all_ranks(lambda: (folder / str(self.rank)).write_bytes(b"asyncrl"), group=self._checkpoints)
 
@@ -490,8 +491,8 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         """Loads the weights that `write_checkpoint` wrote. With `optimizer_path`, also loads the optimizer's state, the
         position in the learning-rate schedule of `train`, and the random generators.
 
-        Raises CheckpointError if it cannot; then nothing has changed. The reference policy stays the model at
-        `model_path`, with which the worker was made.
+        Raises CheckpointError if the checkpoint cannot be loaded; then nothing has changed. The reference policy stays
+        the model at `model_path`, with which the worker was made.
         """
         train_calls = self._state.load(weights_path=weights_path, optimizer_path=optimizer_path)
         if train_calls is not None:

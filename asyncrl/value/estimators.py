@@ -23,7 +23,7 @@ _READS = ("input_lengths", "token_mask", "sample_mask", "rewards", "values")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GAE(TokenEstimator):
     """Generalised advantage estimation (`gae`): advantages use `lam`, and returns use `value_lam` (VC-PPO, 2503.01491).
-    A critic that is trained with λ = 1 is unbiased over long sequences. A policy with λ < 1 has less variance.
+    Returns with λ = 1 give an unbiased critic over long sequences. Advantages with λ < 1 have less variance.
 
     If `length_alpha` is set, `length_adaptive_lambda` replaces `lam`. With `kl`, the rows must also have the columns
     `prev_logprobs` and `reference_policy_logprobs`.
@@ -80,7 +80,8 @@ def critic_section(config: Config) -> CriticSection:
 def critic_estimator(config: Config) -> TokenEstimator:
     """Returns the token-level estimator for `algorithm.advantage` (or the preset's) and the section `critic`.
 
-    Settings of `critic` that are unset take the values that the preset's paper published.
+    If `critic.value_lam` or `critic.length_alpha` is unset, it takes the value that the preset's paper published. If
+    there is none, `value_lam` is `lam`, and λ does not depend on the length.
     """
     section, advantage = critic_section(config), advantage_of(config.algorithm)
     axes = resolve_advantage(advantage)

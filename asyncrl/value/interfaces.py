@@ -45,4 +45,5 @@ class ValueInterface(TrainedModelInterface[ValueLossFunction]):
 
     @abstractmethod
     def prepare_for_inference(self, *args: Any, **kwargs: Any) -> None:
-        """Loads the weights onto the ranks' devices, and frees the gradients."""
+        """Moves the weights and the optimizer's state to the ranks' devices, if they were moved away, and frees the
+        gradients."""

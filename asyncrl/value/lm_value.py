@@ -31,7 +31,7 @@ class Value(RankDriver[ValueWorker], ValueInterface):
 
     def prepare_for_inference(self, *args: Any, **kwargs: Any) -> None:
         ignore_arguments("prepare_for_inference", args, kwargs)
-        # this method of the worker moves the weights to the devices, and also frees the gradients
+        # the worker has no method of its own for inference: this one moves the weights, and frees the gradients
         self.ranks.call(ValueWorker.prepare_for_training)
 
 

@@ -32,7 +32,7 @@ class TQValue(Value):
     def get_values_from_meta(
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
-        """Adds the column `values` of the current critic, and records it in `meta`."""
+        """Adds the column `values`, as the critic predicts them now, to the rows, and records the column in `meta`."""
         branches = [BRANCH] if BRANCH in (meta.fields or ()) else []
         fields, method = (*LP_SEED_FIELDS, *branches), ValueWorker.get_values
         self._add_columns(meta, fields, {"values": "values"}, timer, method, micro_batch_size=micro_batch_size)

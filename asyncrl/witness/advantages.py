@@ -1,8 +1,9 @@
-"""The witness's advantages by plain formulas: one for each sample from the rewards of a step, and one for each token
-from the reward of its sample, less the baseline or with a critic's values.
+"""Computes advantages a second time by plain formulas, to check the learner's: one for each sample, from the rewards of
+a step, or one for each token. Those of tokens follow from the reward of the sample: without a critic after its baseline
+is subtracted, and with a critic from the reward and the critic's values.
 
-The axes of an estimator are the mapping of its row in docs/losses.md, with all defaults filled in. Loops over
-Python's floats, one sample or token after the other.
+The axes of an estimator are its settings: the mapping of its row in docs/losses.md, with all defaults filled in. The
+code is loops over Python's floats, one sample or token after the other.
 """
 
 import math
@@ -19,7 +20,8 @@ of squares: that of the whole group, or of the values themselves."""
 
 
 class Scored(NamedTuple):
-    """One sample with a reward: the id of its prompt group, its length, and its reward in total and by component."""
+    """One sample with a reward: the id of its prompt group, its total reward, its length in tokens, and its reward by
+    component."""
 
     group: int
     reward: float
@@ -36,8 +38,8 @@ def shaped(reward: float, *, tokens: int, truncated: bool, limit_tokens: int, bu
 
 
 def of_samples(axes: Axes, samples: Sequence[Scored]) -> list[float]:
-    """Returns the advantage of each sample of a step, by the estimator that `axes` describes. The step may have any
-    groups, in any order."""
+    """Returns the advantage of each sample of a step, by the estimator that `axes` describes. Groups may have different
+    sizes, and their samples may be in any order."""
     found = [0.0] * len(samples)
     compared, groups = _compared(axes, samples), _groups(samples)
     for name, rewards in compared.items():
@@ -73,8 +75,9 @@ def _compares_groups(axes: Axes) -> bool:
 
 
 def _compared(axes: Axes, samples: Sequence[Scored]) -> dict[str, list[float]]:
-    """Returns the rewards that are compared, by component; "" names the total. A length penalty divides a reward by
-    1 + α · length / mean length of the group (GR3)."""
+    """Returns the rewards that the estimator compares, one for each sample: those of each component by its name, or
+    only the total under the name "". A length penalty divides a reward by 1 + α · length / mean length of the group
+    (GR3)."""
     if axes["rewards"] == "components":
         names = dict.fromkeys(name for sample in samples for name in sample.components)
         found = {name: [sample.components.get(name, 0.0) for sample in samples] for name in names}
@@ -94,7 +97,7 @@ def _are_equal(rewards: Sequence[float], group: Sequence[int]) -> bool:
 
 
 def _is_raw(axes: Axes, group: Sequence[int]) -> bool:
-    """Returns True if the only sample of a group has its reward as advantage."""
+    """Returns True if a group has only one sample, and the advantage of such a sample is its reward itself."""
     return len(group) == 1 and axes["single"] == "raw"
 
 
@@ -113,8 +116,9 @@ def _deviation(axes: Axes, squares: float, count: float) -> float:
 
 
 def _centred(axes: Axes, samples: Sequence[Scored], rewards: Sequence[float], group: Sequence[int], n: int) -> float:
-    """Returns reward − baseline of sample n of a group. With a baseline that compares the samples of a group, it is
-    exactly 0 if all rewards of the group are equal."""
+    """Returns reward − baseline of sample n of a step. `group` has the indices of all samples of its group. With a
+    baseline that compares the samples of a group, it is exactly 0 if all rewards of the group are equal. For a group
+    that `_is_raw`, it is the reward."""
     if not _compares_groups(axes) or _is_raw(axes, group):
         return rewards[n] - (fmean(rewards) if axes["baseline"] == "batch_mean" else 0.0)
     if _are_equal(rewards, group):
@@ -165,7 +169,8 @@ def _scale_of_group(axes: Axes, rewards: Sequence[float], group: Sequence[int], 
 
 
 def whiten(axes: Axes, values: Sequence[float], counts: Sequence[float]) -> list[float]:
-    """Returns (v − mean) / deviation, where value i counts `counts[i]` times; 0 where the count is 0."""
+    """Returns (v − mean) / deviation, where value i counts `counts[i]` times; 0 where the count is 0, or if all values
+    are equal. With the axis `keep_mean`, the mean is then added to the values whose count is above 0."""
     inside = [(value, count) for value, count in zip(values, counts, strict=True) if count > 0]
     if not inside:
         return [0.0] * len(values)
@@ -184,7 +189,8 @@ def whiten(axes: Axes, values: Sequence[float], counts: Sequence[float]) -> list
 
 
 def token_rewards(outcome: float, kl: Axes | None, policy: Sequence[float], reference: Sequence[float]) -> list[float]:
-    """Returns the reward of each trained token: `outcome` for the last one, and −β · KL to the reference for all."""
+    """Returns the reward of each trained token of a sample: −β · KL to the reference, or 0 if `kl` is None. The last
+    token also gets `outcome`, the reward of the sample."""
     found, apart = [0.0] * len(policy), [p - q for p, q in zip(policy, reference or policy, strict=True)]
     if kl is not None:
         found = [-kl["beta"] * {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[kl["kind"]] for d in apart]
@@ -219,9 +225,9 @@ def vtrace(
 
 
 class TokenColumns(NamedTuple):
-    """The columns of one sample, with one entry for each trained token; empty if the estimator does not read the
-    column. `values` are the critic's, the others log-probs of policies: `policy` is that of the step's start,
-    `behaviour` the sampler."""
+    """The columns of one sample, with one entry for each trained token. A column that the estimator does not read is
+    empty. `values` are those of the critic. The others are log-probs: `policy` under the weights at the step's start,
+    `behaviour` as the sampler had them."""
 
     policy: Sequence[float]
     reference: Sequence[float] = ()
@@ -230,8 +236,9 @@ class TokenColumns(NamedTuple):
 
 
 def of_tokens(rule: Axes, outcome: float, columns: TokenColumns) -> tuple[list[float], list[float]]:
-    """Returns the advantage of each trained token before the whitening, and its return. `outcome` is the sample's
-    reward, less its baseline without a critic. `rule` has the name of the estimator and its settings: γ, λ, the KL."""
+    """Returns the advantages of the trained tokens of a sample before the whitening, and their returns. `outcome` is
+    the sample's reward; if there is no critic, its baseline is already subtracted. `rule` has the name of the estimator
+    and its settings: γ, λ, the KL."""
     rewards = token_rewards(outcome, rule["kl"], columns.policy, columns.reference)
     match rule["name"]:
         case "discounted":
@@ -251,18 +258,18 @@ def of_tokens(rule: Axes, outcome: float, columns: TokenColumns) -> tuple[list[f
 
 
 def unlike(raw: Sequence[float], found: Sequence[float], *, whitened: bool) -> float:
-    """Returns the largest difference of `found` from `raw`, as a share of the largest number in `found`. `found` are
-    the advantages with which tokens were trained, and `raw` those by the formulas.
+    """Returns the largest difference of `found` from `raw`, as a share of the largest absolute number in `found`.
+    `found` are the advantages with which tokens were trained, and `raw` those by the formulas, before any whitening.
 
-    The whitening of a step shifts and scales all of its tokens in the same way, so with `whitened` the shift and the
-    scale that fit best are taken.
+    The whitening of a step shifts and scales all of its tokens in the same way. So with `whitened`, `raw` is first
+    shifted and scaled as fits `found` best.
     """
     shift, scale = 0.0, 1.0
     if whitened and raw:
         mean_raw, mean_found = fmean(raw), fmean(found)
         spread = math.fsum((value - mean_raw) ** 2 for value in raw)
         together = math.fsum((a - mean_raw) * (b - mean_found) for a, b in zip(raw, found, strict=True))
-        # a scale is above 0: advantages with the opposite sign are not those of these rewards
+        # no negative scale: advantages with the opposite sign are not those of these rewards
         scale = max(together / spread, 0.0) if spread > EQUAL * math.fsum(value**2 for value in raw) else 0.0
         shift = mean_found - scale * mean_raw
     apart = max((abs(shift + scale * value - other) for value, other in zip(raw, found, strict=True)), default=0.0)

@@ -2,7 +2,7 @@
 
 The learner builds the loss from tensors and lets autograd derive it. This module states the derivatives themselves,
 with loops over Python's floats, by the formulas of the papers and of `asyncrl/algorithms/objective.py`. The objective
-is the mapping of its axes (`asyncrl losses NAME`), with all defaults filled in.
+is given as the mapping of its settings, the axes (`asyncrl losses NAME` prints them), with all defaults filled in.
 
     L = Σ_t a_t · [ W_t · K_t · S(u_t, A_t, lp_t) + A_t · C_t + Σ_j β_j · P_j(t) ]
 
@@ -27,16 +27,18 @@ ALWAYS_1: Axes = {"kind": "clamp", "lo": 1.0, "hi": 1.0}
 LARGEST_LOG_RATIO = 40.0
 """A ratio above e^40 comes from a broken log-prob. It counts as e^40 and carries no gradient."""
 TINY = 1.1754943508222875e-38
-"""The smallest normal number of float32, for the remaining probability of a token that has nearly all of it."""
+"""The smallest normal number of float32. It replaces 1 − p for a token whose probability p is so near to 1 that 1 − p
+is smaller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """The trained tokens of one sample; each list has one entry for each of them.
 
-    `current`, `proximal`, `behaviour` and `reference` are log-probs in nats; `proximal` is that of the step's start.
-    A list that the objective does not read may be empty. `staleness` is in versions. `token_weights` are the entries
-    of the token mask, and `weight` is the sample mask. `group` names the prompt.
+    `current`, `proximal`, `behaviour` and `reference` are log-probs in nats: under the weights that are trained, the
+    weights at the step's start, those of the sampler and those of the reference policy. A list that the objective
+    does not read may be empty. `staleness` is in versions. `token_weights` are the entries of the token mask, and
+    `weight` is the sample mask. `group` is the id of the prompt's group.
     """
 
     group: int
@@ -79,7 +81,7 @@ def derivatives(axes: Axes, sample: Sample, counts: Counts, *, apart_nats: float
     evaluates both signs of a rounding error, because a token at the edge of a clip may be on either side of it.
     """
     sources = _sources(axes, sample, apart_nats)
-    # the log-probs of the sampler are hashed as they were recorded, without `apart_nats`
+    # `_hash` must get the log-probs of the sampler as they were recorded, without `apart_nats`
     tokens, columns = range(len(sample)), {"advantages": sample.advantages, **sources, "behaviour": sample.behaviour}
     divisor = _divisor(axes, sample, counts)
     averaging = [sample.weight * weight / divisor for weight in sample.token_weights]
@@ -109,8 +111,9 @@ def derivatives(axes: Axes, sample: Sample, counts: Counts, *, apart_nats: float
 
 def centers(axes: Axes, log_p: Sequence[float], log_q: Sequence[float], *, has_rest: bool) -> list[float]:
     """Returns g_v = q_v · w(p_v/q_v) − α · p_v of the listed tokens v, for the centering C = Σ_v g_v · log p_v (score
-    centering, 2609.20807), with α = ρ · w(1/ρ), where ρ is the ratio of the masses of q and p outside of the list, both
-    at least 1e-6. α is 0 if the sampler has no other token."""
+    centering, 2609.20807). q is the sampler's distribution, p that of the trained policy, and w the kernel of the
+    surrogate. α = ρ · w(1/ρ), where ρ is the mass of q outside of the list over that of p, both at least 1e-6. α is 0
+    if all tokens that the sampler can choose are in the list (`has_rest` is False)."""
     w = partial(_kernel, axes["surrogate"].get("positive", ALWAYS_1))
     rest_q, rest_p = (max(1 - math.fsum(map(math.exp, logs)), 1e-6) for logs in (log_q, log_p))
     alpha = rest_q / rest_p * w(math.log(rest_p / rest_q)) if has_rest else 0.0
@@ -196,8 +199,9 @@ def are_chosen(choice: Axes, tokens: Tokens) -> list[bool]:
 
 
 def covariance_ranks(choice: Axes, tokens: Tokens) -> list[float]:
-    """Returns a number for each token, of which the largest are chosen: its covariance with the means of the step, or
-    the hash of the log-prob that the sampler recorded. It is −inf outside the bounds of the covariance."""
+    """Returns a number for each token; the tokens with the largest numbers are chosen. With the order `largest` it is
+    the covariance: the deviations of log-prob and advantage from their means over the step, multiplied. Otherwise it is
+    the hash of the log-prob that the sampler recorded. It is −inf if the covariance is outside of `lo` and `hi`."""
     mean_lp, mean_advantage = choice["mean_logprob"], choice["mean_advantage"]
     pairs = zip(tokens["proximal"], tokens["advantages"], strict=True)
     apart = [(lp - mean_lp) * (advantage - mean_advantage) for lp, advantage in pairs]
@@ -218,7 +222,7 @@ def _difference(p: float, q: float) -> float:
 
 
 def _binary_kl(p: float, q: float) -> float:
-    """Returns q · log(q/p) + (1 − q) · log((1 − q)/(1 − p)) of log-probs p and q."""
+    """Returns q · log(q/p) + (1 − q) · log((1 − q)/(1 − p)). The arguments are log p and log q."""
     rest_p, rest_q = max(-math.expm1(p), TINY), max(-math.expm1(q), TINY)
     return -math.exp(q) * _difference(p, q) + rest_q * (math.log(rest_q) - math.log(rest_p))
 

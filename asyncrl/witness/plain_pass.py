@@ -1,11 +1,12 @@
 """A plain pass of one sequence through the model: no padding, no packing, no shared prompt, transformers' own
 attention, full logits.
 
-Temperature, supports and the softmax are applied in float64. The gradient of a log-prob by the logits is stated, and
-not derived by autograd: ∂ log p_t / ∂z = (1_t − p) / τ, and ∂H / ∂z = −p · (log p + H) / τ. The centering is a sum of
-log-probs with fixed coefficients.
+The temperature τ, supports (the tokens among which a token was sampled) and the softmax are applied in float64. The
+gradients of a log-prob and of the entropy H by the logits z are stated, and not derived by autograd:
+∂ log p_t / ∂z = (1_t − p) / τ, and ∂H / ∂z = −p · (log p + H) / τ. The centering is a sum of log-probs with fixed
+coefficients.
 
-Legend: S tokens of the sequence, V vocabulary.
+Legend: S tokens of the sequence, V vocabulary, N tokens that are computed at once.
 """
 
 import math
@@ -22,8 +23,8 @@ AT_ONCE = 64
 
 
 LONGEST_EAGER = 1024
-"""Longest sequence with eager attention, which keeps a number for each pair of tokens, head and layer: 4 GB for a
-longer one with 32 heads and 32 layers."""
+"""Tokens of the longest sequence that is computed with eager attention. It keeps a number for each pair of tokens, head
+and layer: 4 GB for 1024 tokens, 32 heads and 32 layers."""
 
 
 @contextmanager
@@ -53,15 +54,17 @@ def plain_pass(
 ) -> list[float]:
     """Returns the log-prob of each token but the first, given the tokens before it, in nats.
 
-    `supports` has the ids among which each of these tokens was sampled, or an empty list where it was not sampled: its
-    log-prob is then 0. With `slopes`, which have one number for each of these tokens, it also adds to the gradients of
-    the weights: `factor` times those of Σ logprobs · log-prob + entropies · entropy + centering · C. The centering C
-    is that of the objective `axes`, and `tops` has for each token the ids of the sampler's most likely tokens with
-    their log-probs. Sharded models communicate in both passes, so all ranks must call it.
+    `supports` has the ids among which each of these tokens was sampled. For a token that was not sampled, the list is
+    empty and the returned log-prob is 0. With `slopes`, there is also a backward pass, which adds `factor` times the
+    gradient of Σ_t logprobs_t · log p_t + entropies_t · H_t + centering_t · C_t to the gradients of the weights. The
+    coefficients are the fields of `slopes`. The centering C is that of the objective `axes`, and `tops` has for each
+    token the ids of the sampler's most likely tokens with their log-probs. Sharded models communicate in both passes,
+    so all ranks must call this function.
 
     `rounded` are log-probs of the same tokens by another pass in bfloat16, whose logits were rounded in another way.
-    The gradient of log p has the size 1 − p, so each token's is multiplied by the ratio of this size in the two passes.
-    Logits near 20 are rounded to multiples of 0.125: without it, 40 tokens differed by up to 0.34 of their norm.
+    The gradient of log p has the size 1 − p. So the gradient of each token is multiplied by 1 − p of the other pass
+    over 1 − p of this pass. Logits near 20 are rounded to multiples of 0.125: without this factor, the gradients of 40
+    tokens differed by up to 0.34 of their norm.
     """
     ids_1S = torch.tensor([list(tokens)], device=device)
     with torch.set_grad_enabled(slopes is not None):

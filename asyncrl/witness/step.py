@@ -1,5 +1,5 @@
-"""Computes from the metadata of a lease's groups which samples and how many tokens are trained, and their
-advantages."""
+"""Computes from the metadata of a step's groups (its lease) which samples and how many tokens must be trained, and with
+which advantages."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,12 +12,13 @@ from asyncrl.witness.advantages import Scored, equal_groups, of_samples, shaped
 from asyncrl.witness.objective import Axes, Counts
 
 OF_TOTALS: Axes = {"baseline": "group_mean", "rewards": "total", "length_penalty": None}
-"""The axes by which a group counts as equal if the estimator is the user's own: its total rewards are all equal."""
+"""The axes with which a group counts as equal if its total rewards are all equal. They are used if the estimator is the
+user's own, which has no axes."""
 
 
 class Completion(NamedTuple):
-    """One sample of a lease. `reward` is None if it failed. `stale` is the number of its tokens that are too old to
-    train. A component that it lacks counts as 0."""
+    """One sample of a step. `reward` is None if the reward could not be computed. `stale` is the number of its tokens
+    that are too old to train. A reward component that is not in `components` counts as 0."""
 
     group: int
     reward: float | None
@@ -28,9 +29,9 @@ class Completion(NamedTuple):
 
 
 def trained(completions: Sequence[Completion], *, axes: Axes | None, config: Config) -> list[bool]:
-    """Returns True for each sample that the filters of `algorithm` keep. `axes` are those of the estimator of
-    advantages. With None, the estimator is the user's own, and the samples of a group count as equal if their total
-    rewards are equal."""
+    """Returns True for each sample that the filters of `algorithm` keep. `axes` are the settings of the
+    estimator of advantages. None means that the estimator is the user's own: the samples of a group then count as equal
+    if their total rewards are equal."""
     algorithm, equal = config.algorithm, dict[int, bool]()
     if algorithm.zero_variance == "mask":
         known = _known(completions, config)
@@ -56,8 +57,8 @@ def _known(completions: Sequence[Completion], config: Config) -> dict[int, Score
 
 
 def scored(completion: Completion, config: Config) -> Scored:
-    """Returns a sample whose reward did not fail, as the formulas read it: with the reward after the penalty of
-    `algorithm.overlong: penalise`."""
+    """Returns a sample as the formulas read it: with the reward after the penalty of `algorithm.overlong: penalise`.
+    The reward of the sample must not have failed."""
     reward = completion.reward
     assert reward is not None, "the caller leaves failed rewards out"
     if config.algorithm.overlong == "penalise":
