@@ -1,4 +1,4 @@
-"""Which models are trained and served correctly, by the `model_type` of their config.json. Without torch.
+"""Which models are trained and served correctly, by the `model_type` of their config.json. Does not import torch.
 
 Each entry of `FAMILIES` comes from two comparisons in float32: log-probs of padded and of packed rows with those of
 each row alone by transformers' eager attention, and log-probs of vLLM's engine after weight updates with the learner's.
@@ -207,7 +207,10 @@ def _engine_problems(model: Json, config: Config) -> Iterator[str]:
             "(generator.gpus), or choose another model"
         )
     if family.mixed_windows and _has_mixed_windows(model):
-        yield f"models of the family {name} cannot be served with these windows: {family.mixed_windows}; choose another"
+        yield (
+            f"models of the family {name} cannot be served with these windows: {family.mixed_windows}; choose another "
+            "model"
+        )
     chunk = _value(model, "attention_chunk_size")
     if isinstance(chunk, int) and config.model.max_length > chunk:
         yield (

@@ -129,7 +129,8 @@ def _shapes(config: PretrainedConfig) -> dict[str, tuple[int, int]]:
 def _backward_of_adapters(config: PretrainedConfig, adapters: Mapping[str, int]) -> PassCost:
     """Counts the products of a backward pass that trains only adapters, block by block.
 
-    A product's gradient with respect to what it reads is needed only if an adapter stands before it.
+    A product's gradient with respect to what it reads is needed only if an adapter is before it in the
+    forward pass.
     """
     shapes = _shapes(config)
     per_token = attention_products = 0
