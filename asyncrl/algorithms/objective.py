@@ -21,9 +21,9 @@ Bounds of ratios are ratios (0.8, 1.28, inf), not an ε whose meaning depends on
 in nats. `token_terms.py` and `loss.py` compute the tensors. `presets.py` has the published algorithms as rows of data.
 
 `axes.py` makes docs/losses.md, `asyncrl losses --axes` and `asyncrl config schema` from the docstrings here. Each field
-has one. It describes every named value as "`value`: text". A paragraph that begins with "Stale tokens:" says what
-happens to tokens that weights older than those of the step have sampled. A paragraph that begins with "Example:" is a
-part of a configuration.
+has a docstring, which describes every named value as "`value`: text". A paragraph that begins with "Stale tokens:" says
+what happens to tokens that weights older than those of the step have sampled. A paragraph that begins with "Example:"
+is a part of a configuration.
 """
 
 import math
@@ -338,21 +338,21 @@ class Gate(_Axis, frozen=True, kw_only=True):
     """Keeps a token's surrogate where lo ≤ stat ≤ hi, and zeroes it elsewhere. The token stays in every denominator,
     and keeps its penalties.
 
-    The stat compares two policies: d = log p − log q of the token. With several gates, a
-    token keeps its surrogate only if all of them keep it.
+    The stat compares two policies: d = log p − log q of the token. With several gates, a token keeps its surrogate only
+    if all of them keep it.
 
-    Stale tokens: the gate does not use a token's age. With q `behaviour`, it zeroes the surrogate of a token on
-    which the policy has drifted too far from the sampler. It does not scale the gradient of the other tokens.
+    Stale tokens: the gate does not use a token's age. With q `behaviour`, it zeroes the surrogate of a token on which
+    the policy has drifted too far from the sampler. It does not scale the gradient of the other tokens.
 
     Example: `algorithm: {loss: decoupled_ppo, overrides: {gates: [{stat: k2, pool: mean, hi: 0.05}]}}`
     """
 
     stat: Literal["ratio", "log_ratio", "k1", "k2", "k3", "probability", "binary_kl"]
     """The quantity that is compared with the bounds. `ratio`: e^d, where d is pooled before the exponential.
-    `log_ratio`: d. `k1`: −d, an estimate of KL(q ‖ p) in nats. `k2`: d²/2, another one. `k3`: e^d − 1 − d, a third one
-    (http://joschu.net/blog/kl-approx.html). `probability`: p − q; its size is the total variation of the token against
-    all other tokens (2602.04879). `binary_kl`: q · log(q/p) + (1 − q) · log((1 − q)/(1 − p)), which is KL(q ‖ p) of the
-    token against all other tokens (2602.04879)."""
+    `log_ratio`: d. `k1`: −d, an estimate of KL(q ‖ p) in nats. `k2`: d²/2, another estimate. `k3`: e^d − 1 − d, a third
+    estimate (http://joschu.net/blog/kl-approx.html). `probability`: p − q; its size is the total variation of the token
+    against all other tokens (2602.04879). `binary_kl`: q · log(q/p) + (1 − q) · log((1 − q)/(1 − p)), which is KL(q ‖
+    p) of the token against all other tokens (2602.04879)."""
     pool: Pool = "token"
     """The stat of a sequence's tokens, from their own stats."""
     lo: float = -math.inf
@@ -651,7 +651,7 @@ class Objective(_Axis, frozen=True, kw_only=True):
             )
 
         if sum(penalty.control is not None for penalty in self.penalties) > 1:
-            yield "two penalties have control, but a step has one β that is recorded: remove one control"
+            yield "two penalties have control, but a step records only one β: remove control from one of them"
 
         if self.chosen() and self.proximal == "interpolated":
             yield (
@@ -745,8 +745,8 @@ def pooled_sources(objective: Objective) -> frozenset[str]:
 
 
 def is_corrected(objective: Objective) -> bool:
-    """Returns True if the objective corrects for samples of older weights, which a run with
-    `staleness.max_versions` above 0 needs.
+    """Returns True if the objective corrects for samples of older weights, which a run with `staleness.max_versions`
+    above 0 needs.
 
     It corrects if its ratio is against the sampler, if its weight divides by the sampler's probability, or if a gate
     compares a trained policy with the sampler. A clip against the proximal policy does not correct: with one update a

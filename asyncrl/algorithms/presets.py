@@ -414,7 +414,7 @@ def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any
     """Returns the preset that `loss` names with the axes of `overrides` replaced, or the objective that `loss`
     describes axis by axis.
 
-    A mapping replaces the fields that it names and keeps the others, at any depth. If it names another `kind` of
+    A mapping replaces the fields that it names, at any depth, and keeps all other fields. If it names another `kind` of
     surrogate or kernel, the other fields get the defaults of that kind. `weight: null` removes the weight. The lists
     `gates` and `penalties` are replaced as a whole. An entry of the new list takes the fields that it does not name
     from the preset's entry with the same stat or kind. Raises ConfigError with a line for each wrong axis or value,

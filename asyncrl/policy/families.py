@@ -46,10 +46,11 @@ _QUANTIZED = ("quantization_config", "compression_config")
 """Keys of config.json for quantized weights. The package compressed-tensors wrote the second one in its first versions.
 """
 
-_OWN_ATTENTION = "its attention is its own and cannot keep packed rows apart"
+_OWN_ATTENTION = "it has an attention of its own, which cannot keep packed rows apart"
 _MIXERS = "it has layers other than attention, which mix the tokens of packed rows"
 _NO_SDPA = (
-    "transformers has no attention for it that trains padded rows (sdpa), and its own cannot keep packed rows apart"
+    "transformers has no attention for it that trains padded rows (sdpa), and its own attention cannot keep packed "
+    "rows apart"
 )
 _SINKS = "its attention has sinks, which neither packed rows nor transformers' sdpa support"
 _SCALED = "it scales its logits after the output head, and log-probs are computed from the head"

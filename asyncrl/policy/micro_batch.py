@@ -172,8 +172,8 @@ def _outputs(
 def _slopes_of_rows(
     rows: Sequence[int], *, data: BatchedDataDict, outputs: _Outputs, context: UpdateContext[LossFunction]
 ) -> torch.Tensor:
-    """Returns the derivatives of the loss by the model's output for these rows, as if the micro-batch had no others.
-    The loss must read one output only. The witness (`asyncrl.witness`) calls this function for a user's own loss."""
+    """Returns the derivatives of the loss by the model's output for these rows, as if the micro-batch had no other
+    rows. The loss must read one output only. The witness (`asyncrl.witness`) uses this for a user's own loss."""
     leaves = {name: output[rows].detach().requires_grad_() for name, output in outputs.columns.items()}
     loss = of_outputs(context.loss_fn, leaves, data.select_indices(rows), context.counts)
     with torch.enable_grad():

@@ -134,7 +134,7 @@ def read_model(path: Path) -> ModelFiles:
 
 
 def number_of_parameters(path: Path) -> int | None:
-    """Returns about how many parameters a model has, by the sizes in its config.json; None if they are not there.
+    """Returns about how many parameters a model has, by the sizes in its config.json; None if it lacks them.
 
     It counts the matrices of a decoder with gated layers: attention, layers or experts, embeddings and head. The rest
     is below 1 %. `asyncrl doctor --plan` builds the model and counts exactly, which needs torch and seconds. Raises

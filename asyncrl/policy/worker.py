@@ -275,8 +275,8 @@ class PolicyWorker(RankWorker[LossFunction]):
 
     def write_hf(self, weights_path: Path | None, path: Path) -> None:
         """Writes a Hugging Face directory that vLLM can serve, with the weights of the checkpoint at `weights_path`, or
-        with those that `stage_checkpoint` copied. With `model.lora` the directory has only the adapter. It may run in a
-        second thread, like `write_checkpoint`.
+        with those that `stage_checkpoint` copied. With `model.lora` the directory has only the adapter. The call may
+        run in a second thread, like `write_checkpoint`.
 
         Raises CheckpointError if the directory cannot be written, or if something other than an export is at `path`.
         Copies of `stage_checkpoint` are first written as a checkpoint beside `path`, because no rank has whole tensors.
