@@ -267,8 +267,8 @@ def _check_not_negative(rewards_N: torch.Tensor) -> None:
 
 
 def resolve_estimator(advantage: str | Mapping[str, Any] | Callable[..., torch.Tensor]) -> Estimator:
-    """Returns the estimator that `algorithm.advantage` names: a built-in one with replaced axes, or an import path. A
-    loop of your own may also pass a callable, or a mapping with a callable as `name`.
+    """Returns the estimator that `algorithm.advantage` names: a built-in one with replaced axes, or the callable at an
+    import path. A loop of your own may also pass a callable, or a mapping with a callable as `name`.
 
     A callable gets (rewards [N], group ids [N]). If it has a parameter `samples`, it gets
     the step's `Samples` instead. The other keys of the mapping are its keyword arguments. Raises ConfigError if there

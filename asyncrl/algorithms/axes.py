@@ -1,8 +1,9 @@
 """The axes of `algorithm` as texts: their values, formulas, effects on stale tokens and examples.
 
 docs/losses.md, `asyncrl losses --axes` and `asyncrl config schema` are made from these texts. The texts are the
-docstrings beside the axes in `objective.py`, `baselines.py` and the section `algorithm` of the schema. The head of
-`objective.py` has their form. A value or a field without a text is an error of the code (LookupError).
+docstrings beside the axes in `objective.py`, `baselines.py` and the section `algorithm` of the schema. The
+docstring of `objective.py` describes their form. A value or a field without a text is an error of the code
+(LookupError).
 
 Does not import torch.
 """
@@ -53,8 +54,8 @@ class Choice:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
     """An axis, or an option of a value. `kind` is the type of its value in words. `default` is YAML, or "" if the user
-    must set it. `choices` are its named values, and `options` the fields of its mapping or of each entry of its
-    list."""
+    must set it. `choices` are its named values, and `options` the fields of its mapping or of each entry of its list.
+    `presets` are the names of the presets that set an axis whose value is a mapping or a list."""
 
     name: str
     kind: str
@@ -88,7 +89,7 @@ def all_axes() -> tuple[Axis, ...]:
 
 
 def axis_named(name: str) -> Axis:
-    """Returns one of `all_axes`. Raises ConfigError with the names of all for another name."""
+    """Returns the axis with this name. For an unknown name, raises ConfigError with the names of all axes."""
     found = {axis.name: axis for axis in all_axes()}
     if name not in found:
         raise ConfigError(
@@ -127,7 +128,7 @@ def introduction(text: Text, names: Sequence[str]) -> str:
 
 
 def options_of(struct: type[msgspec.Struct]) -> tuple[Axis, ...]:
-    """Returns the fields of a struct of axes."""
+    """Returns the fields of a struct as axes."""
     return tuple(_axis(struct, field) for field in msgspec.structs.fields(struct))
 
 
@@ -284,13 +285,13 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
     return "[]" if default == () else str(default)
 
 
-# The docstrings, which Python keeps for classes only. Those of fields and of names are in the source.
+# Python keeps the docstrings of classes only. The docstrings of fields and of names are read from the source.
 
 
 @functools.cache
 def _docstrings(module: ModuleType) -> Mapping[str, Text]:
-    """Returns the docstrings of a module's classes, names and fields. That of a field whose type is a documented name
-    of the module, such as `Pool`, ends with the docstring of that name."""
+    """Returns the docstrings of a module's classes, names and fields. If the type of a field is a documented name
+    of the module, such as `Pool`, the field's docstring ends with the docstring of that name."""
     body = ast.parse(inspect.getsource(module)).body
     names = {name: text for name, text, _ in _documented(body)}
     found = dict(names)

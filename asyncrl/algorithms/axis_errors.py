@@ -35,9 +35,9 @@ def check_ratio_bounds(name: str, lo: float, hi: float, advice: str = "") -> Non
 def problems(axes: Mapping[str, Any], *, struct: type[msgspec.Struct]) -> list[str]:
     """Returns all problems for which `msgspec.convert` refuses `axes` as a `struct`; none if it accepts them.
 
-    msgspec reports only the first problem. Each problem is therefore left out, so that the part has its default or is
-    missing, and the rest is converted again. A struct of which a part was left out is checked no further: its other
-    problems may be due to the part that is missing.
+    msgspec reports only the first problem. Each part with a problem is therefore left out, so that it has its default
+    or is missing, and the rest is converted again. If a part of a struct was left out, problems of the struct as a
+    whole, such as a contradiction between its fields, are not returned: the missing part may be their cause.
     """
     found, left_out = list[str](), set[_Place]()
     while True:
@@ -59,7 +59,7 @@ def problems(axes: Mapping[str, Any], *, struct: type[msgspec.Struct]) -> list[s
 
 
 def _without(value: Any, left_out: set[_Place], place: _Place = ()) -> Any:
-    """Returns `value` without the parts that are left out."""
+    """Returns `value`, which is at `place`, without the parts at the places in `left_out`."""
     match value:
         case Mapping():
             return {

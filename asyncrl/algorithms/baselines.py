@@ -88,7 +88,8 @@ class Outcome(Whitening, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `leave_one_out_std`: the standard deviation of the other rewards of the group; if these are all equal, the divisor
     is 1. `batch_std`: the standard deviation of the step's rewards. `group_mean`: the mean of the group.
     `informative_share`: the share of the step's samples whose group has unequal rewards, GPG's (B − M) / B.
-    `nonzero_share`: the share of the step's rewards that are not 0, which verl uses in its place."""
+    `nonzero_share`: the share of the step's rewards that are not 0, which verl uses in place of
+    `informative_share`."""
     single: Literal["zero", "raw"] = "zero"
     """Advantage of a sample that is alone in its group. `zero`: 0. `raw`: its reward."""
 
@@ -216,8 +217,8 @@ number of tokens of a completion (OPO, 2505.23585). `oapl`: r − τ · log mean
 CRITIC_BASED: Mapping[str, CriticBased] = MappingProxyType({"gae": CriticBased(), "vtrace": CriticBased()})
 """Estimators that need the configuration section `critic`.
 
-`gae`: one for each token, from a critic, whitened over the step's tokens (1506.02438). `vtrace`: one for each token,
-from a critic and the importance weights, whitened over the step's tokens (1802.01561)."""
+`gae`: an advantage for each token, from a critic, whitened over the step's tokens (1506.02438). `vtrace`: an advantage
+for each token, from a critic and the importance weights, whitened over the step's tokens (1802.01561)."""
 
 
 def advantage_name(advantage: str | Mapping[str, Any] | None) -> str | None:

@@ -1,8 +1,8 @@
 """Numbers of an objective that are not constant: bounds that depend on a statistic of the whole step, such as M2PO's
-threshold, and the β of a penalty that follows the steps before.
+threshold, and the β of a penalty that is adapted to the KL after each step.
 
-An objective declares these statistics like a loss of a user (`step_statistics.py`). `calibrated` fills their numbers
-in, and `after_step` the β.
+An objective declares these statistics like a loss of a user (`step_statistics.py`). `calibrated` puts the numbers of a
+step into the objective, and `after_step` puts in the β of the next step.
 """
 
 from collections.abc import Mapping
@@ -41,12 +41,12 @@ from asyncrl.algorithms.token_terms import acts_on, covariance_ranks
 _SHARE = "effective_share"
 _LOGPROB, _ADVANTAGE = "mean_logprob", "mean_advantage"
 MOST_APART = 0.2
-"""Limit of the error KL / target − 1 to which a β reacts (1909.08593, section 2.2)."""
+"""The error KL / target − 1, by which a β is adapted, is clamped to ± this number (1909.08593, section 2.2)."""
 
 
 def objective_statistics(objective: Objective) -> dict[str, StepStatistic]:
-    """Returns the statistics of the step on which bounds or penalties of the objective depend, by the axis that reads
-    them."""
+    """Returns the statistics of the step on which bounds, penalties and choices of tokens of the objective depend. The
+    key is the axis that reads the statistic, such as `gates.0`, or the statistic's own name if several axes read it."""
     found: dict[str, StepStatistic] = {}
     weight = objective.weight
     if weight is not None and weight.min_ess is not None:
@@ -74,13 +74,14 @@ def needs_calibration(objective: Objective) -> bool:
 
 def calibrated(objective: Objective, *, tokens: StepTokens, reduce: Reduce) -> Objective:
     """Returns the configured `objective`, with the bounds, the β of penalties and the choices of tokens that depend on
-    the tokens of this step filled in. They are equal on all ranks."""
+    the tokens of this step filled in. The result is equal on all ranks."""
     return _filled(objective, step_numbers(objective_statistics(objective), tokens=tokens, reduce=reduce))
 
 
 def after_step(objective: Objective, kl_nats: Mapping[str, float]) -> Objective:
     """Returns the objective of the next step: the penalty with `control` has the β that follows from its β and from the
-    KL of this step (`KLControl`). `kl_nats` has this KL by the policy q. Without it, β stays."""
+    KL of this step (`KLControl`). `kl_nats` has the KL to each policy q, by the name of q. If it lacks the q of the
+    penalty, β does not change."""
     penalty = objective.controlled()
     if penalty is None or penalty.control is None or penalty.q not in kl_nats:
         return objective
@@ -155,8 +156,8 @@ def _chosen(place: str, choice: ByCovariance | None, numbers: Mapping[str, float
 
 
 def _bound(gate: Gate, *, budget: float) -> StepStatistic:
-    """Returns the largest τ for which the tokens with k2 ≤ τ have a mean k2 of at most the budget, where k2 is
-    (log p − log q)² / 2. Only tokens to which the gate applies (`when`) count.
+    """Returns the statistic for the largest τ for which the tokens with k2 ≤ τ have a mean k2 of at most the budget.
+    k2 is (log p − log q)² / 2. Only tokens to which the gate applies (`when`) count.
 
     This is τ* of M2PO (2510.01161), whose second moment is twice k2. The mean is over the tokens that are kept, as in
     the paper's algorithm. The authors' code gives another τ: it caps the outliers at τ instead of dropping them, and
@@ -172,6 +173,6 @@ def _bound(gate: Gate, *, budget: float) -> StepStatistic:
 
 
 def _cap(weight: Weight, *, share: float) -> StepStatistic:
-    """Returns the largest cap for which the effective share of the clamped weights, (Σw)² / (N · Σw²), is at least
-    `share`. `_filled` keeps it between 1 and the configured `hi`."""
+    """Returns the statistic for the largest cap with which the effective share of the clamped weights,
+    (Σw)² / (N · Σw²), is at least `share`. `_filled` keeps the cap between 1 and the configured `hi`."""
     return StepStatistic(lambda tokens: tokens.bounded_ratio(weight.p, weight.q), cap_of_share(share, lo=weight.lo))

@@ -22,15 +22,16 @@ summed (F22 in docs/faults.md). The loss itself is computed in float32 and has t
 _WEIGHT_SQUARED = "importance_weight_squared"
 
 AVERAGED_METRICS = frozenset({"lr", "wd", "reward", "global_valid_seqs", "global_valid_toks", "mean_prompt_length"})
-"""Metrics of a loss that have the same meaning in every micro-batch and are not parts of a sum."""
+"""Metrics of a loss that are averaged over the micro-batches, because every micro-batch reports a value of the whole
+batch and not its part of a sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricSums:
     """(sum, count) of each measure of one micro-batch, rank or step, by name. `+` adds two of them.
 
-    A measure with `max` in its name is at least 0. `+` takes its maximum instead of its sum. A measure without a pair
-    was not measured.
+    A measure with `max` in its name is at least 0, and `+` takes the larger value instead of the sum. A measure that is
+    not in `pairs` was not measured.
     """
 
     pairs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -77,14 +78,14 @@ def off_policy_sums(
     reference_BT: torch.Tensor | None = None,
 ) -> MetricSums:
     """Returns the sums of all measures over the trained tokens of one micro-batch; empty if it has no trained token.
-    `StepReport` has the same names.
+    `StepReport` has the measures under the same names, as fields or in `diagnostics`.
 
     The measures `on_policy_*` cover only tokens that were sampled with the weight version of the step. For these tokens
     sampler and trainer are the same policy, so their log-probs must agree. A difference shows an error in a cache, a
     temperature or a tokenizer between the two. `on_policy_weight_excess` is ρ − 1, with ρ = e^(proximal − behaviour).
 
-    k1 and k3 estimate KL(behaviour ‖ proximal), http://joschu.net/blog/kl-approx.html. The reference's k3 estimates
-    KL(proximal ‖ reference) at the sampled tokens.
+    k1 and k3 estimate KL(behaviour ‖ proximal), http://joschu.net/blog/kl-approx.html. `kl_to_reference_nats` is the
+    estimator k3 of KL(proximal ‖ reference) at the sampled tokens.
     """
     log_rho = (proximal_BT.double() - behaviour_BT.double())[mask_BT]
     if log_rho.numel() == 0:
@@ -127,11 +128,12 @@ def adds_up(name: str) -> bool:
 
 
 def merge_metrics(parts: Iterable[Mapping[str, float]], *, updates: int) -> dict[str, float]:
-    """Combines the loss metrics of all micro-batches, ranks and `updates` of a call into one value for each metric.
+    """Combines the loss metrics of all micro-batches and ranks of a call into one value for each metric. `updates` is
+    the number of optimizer updates of the call.
 
     If `max` or `min` is a word of the name after an underscore, the result is the maximum or minimum.
-    `AVERAGED_METRICS` are averaged over the micro-batches. All others are summed over an update's micro-batches and
-    averaged over the updates.
+    `AVERAGED_METRICS` are averaged over the micro-batches. All other metrics are summed over an update's micro-batches
+    and averaged over the updates.
     """
     values: dict[str, list[float]] = defaultdict(list)
     for part in parts:

@@ -25,7 +25,8 @@ def shaped_rewards(
 
     With `algorithm.overlong: penalise`, they contain the soft overlong penalty of DAPO (2503.14476, eq. 13). It is 0
     until `overlong_buffer_tokens` tokens before the length limit, and falls linearly to −1 at the limit. A truncated
-    sample gets −1 at any length, because the model's maximum length may have cut it before `max_completion_tokens`.
+    sample has a penalty of −1 at any length, because the model's maximum length may have cut it before
+    `max_completion_tokens`.
 
     >>> settings = {"algorithm": {"overlong": "penalise", "overlong_buffer_tokens": 4}}
     >>> config = Config.model_validate({**settings, "generator": {"max_completion_tokens": 10}})
@@ -51,8 +52,9 @@ def scored_samples(
 ) -> Samples:
     """Returns the samples that have a reward, as the advantage estimator gets them: K entries, with shaped rewards.
 
-    Each sequence has N entries. A component that a sample lacks counts as 0: its reward did not return the component,
-    or its reward failed with `environment.on_error: zero`. Raises RunError if a reward is not finite.
+    Each argument, and each list in `components`, has N entries. A component that a sample lacks counts as 0: the reward
+    function did not return it, or failed and `environment.on_error` is `zero`. Raises RunError if a reward is not
+    finite.
     """
     scored_N = torch.tensor([reward is not None for reward in rewards])
     tokens_K = torch.tensor(completion_tokens)[scored_N]
@@ -73,8 +75,9 @@ def scored_samples(
 
 
 def is_equal_group(samples: Samples, *, config: Config) -> bool:
-    """Returns whether `algorithm.zero_variance: resample` leaves a group out: whether all of its rewards, as the
-    advantage estimator compares them, are equal. `samples` are the scored samples of this group."""
+    """Returns True if `algorithm.zero_variance: resample` leaves this group out: all of its rewards, as the advantage
+    estimator compares them, are equal. Returns False for estimators that do not compare the samples of a group.
+    `samples` are the scored samples of this group."""
     axes = resolve_advantage(advantage_of(config.algorithm))
     if isinstance(axes, Outcome):
         return not bool(OutcomeEstimator(axes).varied(samples).any())

@@ -147,7 +147,8 @@ RUN_COLUMNS = (
         name="token_mask",
         shape="[B, S]",
         dtype="float32",
-        meaning="1 for tokens that are trained: those that the policy has sampled. 0 for the prompt and for padding.",
+        meaning="1 for tokens that are trained: those that the policy has sampled. 0 for the prompt, "
+        "the tokens of an environment and padding.",
     ),
     Column(
         name="sample_mask",
@@ -184,7 +185,7 @@ RUN_COLUMNS = (
         name="weight_versions",
         shape="[B, S]",
         dtype="int64",
-        meaning="The version of the weights that sampled each token; −1 for other tokens.",
+        meaning="The version of the weights that sampled each token; −1 for tokens that the policy did not sample.",
     ),
     Column(
         name="staleness",
@@ -250,7 +251,8 @@ def of_outputs(
     loss_fn: Callable[..., Any], outputs: Collection[str], data: BatchedDataDict, counts: Mapping[str, torch.Tensor]
 ) -> Callable[..., Any]:
     """Returns `loss_fn` with the columns `data` and the global `counts` filled in. The result takes the model's
-    `outputs` as keyword arguments: `next_token_logits`, or `next_token_logprobs` and perhaps `next_token_entropies`."""
+    `outputs` as keyword arguments: `next_token_logits`, or `next_token_logprobs` and perhaps `next_token_entropies` and
+    `next_token_centering`."""
     if "next_token_logits" in outputs:
         return partial(call_with_logits, loss_fn, data=data, counts=counts)
     return partial(loss_fn, data=data, **counts)

@@ -1,4 +1,4 @@
-"""Measures what an objective does to each token, from the slope of the loss. It needs no code for any one surrogate.
+"""Measures what an objective does to each token, from the slope of the loss, with the same code for all surrogates.
 
 κ_t = −(∂/∂lp_t Σ W · K · S) / A_t is the weight with which a token's advantage A pushes its log-prob lp. W is the
 importance weight, K the gates and S the surrogate of the objective (`objective.py`). κ is 1 for REINFORCE, u for an
@@ -35,13 +35,13 @@ def kernel_sums(
     mask_BT: torch.Tensor,
     shares_BT: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> MetricSums:
-    """Returns the sums over one micro-batch: of κ, of the tokens whose slope is 0 ("silent"), and of measures by
-    staleness. Only tokens in `mask_BT` count.
+    """Returns sums over one micro-batch: of κ, the number of tokens whose slope is 0 ("silent"), and measures for each
+    bucket of staleness. Only tokens in `mask_BT` count.
 
     `slopes_BT` is the derivative of the loss by each token's log-prob; κ is −slope / advantage. `staleness_BT` is in
     versions; None if it is not known. `log_rho_BT` is proximal − behaviour, in nats. `shares_BT` holds masks by name.
-    For each mask, the share of true tokens with A > 0 is `NAME_positive_ratio`, and with A < 0 it is
-    `NAME_negative_ratio`.
+    For each mask, `NAME_positive_ratio` is the share of the tokens with A > 0 at which the mask is True, and
+    `NAME_negative_ratio` that of the tokens with A < 0.
     """
     slopes, advantages = slopes_BT[mask_BT].double(), advantages_BT[mask_BT].double()
     log_rho = log_rho_BT[mask_BT].double()

@@ -6,7 +6,7 @@ Invariants, in addition to those of `token_terms.py`:
 
 - Importance weights and gates never change a denominator.
 - Values at masked positions have no effect, even if they are NaN.
-- Sequences give the same loss and gradient if they are packed into one row as if each is a padded row.
+- Sequences that are packed into one row give the same loss and gradient as sequences that are padded rows.
 """
 
 import inspect
@@ -50,7 +50,8 @@ SOURCE_COLUMNS: Mapping[str, str] = {
 
 
 def _divisor(count: torch.Tensor) -> torch.Tensor:
-    """Returns the count, or 1 if it is 0, so that a sum of no tokens divided by it is 0 and not NaN (F24)."""
+    """Returns the count, or 1 if it is 0, so that a sum of no tokens divided by it is 0 and not NaN (F24 in
+    docs/faults.md)."""
     return torch.where(count > 0, count, 1)
 
 
@@ -91,8 +92,8 @@ class ObjectiveLoss:
 
     @property
     def statistics(self) -> Mapping[str, StepStatistic]:
-        """The numbers of the whole step on which bounds depend. `calibrated` puts them into the objective, so that the
-        call has no argument for them."""
+        """The numbers of the whole step on which parts of the objective depend. `calibrated` puts them into the
+        objective, so that the call needs no argument `statistics`."""
         return objective_statistics(self.objective)
 
     def __call__(
@@ -178,7 +179,7 @@ class ObjectiveLoss:
     def check_precision(self, columns: Mapping[str, Any]) -> None:
         """Raises ImpreciseColumns if a column in half precision is used in a ratio, weight or gate of whole sequences.
 
-        The rounding errors of the tokens add up in such a sum. With log-probs rounded to bfloat16, the gradient of a
+        The rounding errors of a sequence's tokens add up. With log-probs rounded to bfloat16, the gradient of a
         product of 4,096 ratios has an error of 0.4 of its norm. Converting the rounded values to float32 does not
         remove the error. A column that is only used in ratios of single tokens is converted and accepted.
         """
@@ -233,13 +234,14 @@ class ObjectiveLoss:
 def interpolated_policy(logprobs: torch.Tensor, *, behaviour: torch.Tensor, staleness: torch.Tensor) -> torch.Tensor:
     """Returns proximal log-probs without a forward pass (A-3PO, 2512.06547).
 
-    For a token that is d versions old, it is behaviour + (1 − 1/d) · (sg lp − behaviour), where sg is stop-gradient.
-    For d = 0 it is sg lp, the current log-probs.
+    For a token that is d versions old, the result is behaviour + (1 − 1/d) · (sg lp − behaviour), where sg is
+    stop-gradient. For d = 0 it is sg lp, the current log-probs.
     """
     behaviour, staleness = wide(behaviour), wide(staleness)
     current = wide(logprobs.detach())
     between = behaviour + (1 - 1 / staleness.clamp(min=1)) * (current - behaviour)
-    # behaviour + (current − behaviour) rounds: a gate on the sign of current − proximal would then drop tokens
+    # for d = 0, behaviour + (current − behaviour) would differ from current by a rounding error, and a gate on the sign
+    # of current − proximal would drop tokens
     return torch.where(staleness > 0, between, current)
 
 
@@ -264,8 +266,8 @@ def _share(data: BatchedDataDict, name: str) -> torch.Tensor:
 def _columns(objective: Objective) -> frozenset[str]:
     """Returns the columns that an objective reads besides advantages and masks.
 
-    These are the log-probs of other policies, the columns from which its proximal policy is interpolated, and the
-    columns by which `asyncrl.algorithms.shares` counts.
+    These are the log-probs of other policies, the columns from which its proximal policy is interpolated, the sampler's
+    most likely tokens for `centering`, and the columns by which `asyncrl.algorithms.shares` counts.
     """
     counted = {"group_ids"} if objective.aggregation is Aggregation.PROMPT_MEAN else set()
     if any(penalty.kind == "positive_nll" for penalty in objective.penalties):
@@ -381,7 +383,7 @@ def load_loss(own: OwnCallable) -> LossFunction:
 
 def _with_options(loss: Callable[..., Any], own: OwnCallable) -> Callable[..., Any]:
     """Returns the loss with its options as keyword arguments of every call, and with its optional attributes. A loss
-    that names neither logits nor log-probs gets two positional arguments."""
+    whose signature names neither logits nor log-probs gets logits and data as positional arguments."""
     if not own.options:
         return loss
     try:
@@ -427,8 +429,9 @@ def _call_problem(loss: Any) -> str | None:
 def _is_loss(value: Any, *, has_options: bool = False) -> bool:
     """Returns whether a callable is a LossFunction, and not a class or a factory of one.
 
-    The policy passes the global counts by name. So a function with options is a factory if it takes no argument of a
-    loss by name, and not any keyword. Without options, a function is a loss if it needs an argument.
+    A callable with an attribute `input_type`, or with a parameter in `LOSS_ARGUMENTS`, is a loss. Any other function is
+    a loss if it has a parameter without a default. With `has_options`, it must also take any keyword, because the
+    policy passes the global counts by name; else it is a factory.
     """
     if isinstance(value, type) or not callable(value):
         return False

@@ -2,9 +2,9 @@
 
     L = Σ_t a_t · [ W_t · K_t · S(u_t, A_t, lp_t) + A_t · C_t + Σ_j β_j · P_j(t) ]
 
-lp is the log-prob of a token under the weights that are trained. It is the only differentiable quantity, with the
-log-probs of other tokens at its place, which C and the entropy read. A is the token's advantage. The log-probs of three
-other policies are data:
+lp is the log-prob of a token under the weights that are trained. Only lp and the log-probs of other tokens at the same
+position, which C and the entropy read, have a gradient. A is the token's advantage. The log-probs of three other
+policies are data:
 
 - `proximal`: the log-prob under the weights at the start of the step.
 - `behaviour`: the log-prob that the sampler recorded.
@@ -12,17 +12,18 @@ other policies are data:
 
 `current` is lp without its gradient.
 
-S is the surrogate. It sees the ratio u = e^(lp − anchor). W is a detached importance weight, K ∈ {0, 1} are the gates
+S is the surrogate. It reads the ratio u = e^(lp − anchor). W is a detached importance weight, K ∈ {0, 1} are the gates
 and `dropped`, C is the centering, P are the penalties, and a is the aggregation. The aggregation uses counts over the
-whole optimizer update and all ranks. Nothing else divides the loss.
+whole optimizer update and all ranks. Nothing else divides the loss, except that the penalty `positive_nll` has its own
+divisor in place of the aggregation.
 
 Bounds of ratios are ratios (0.8, 1.28, inf), not an ε whose meaning depends on the algorithm. Bounds of divergences are
 in nats. `token_terms.py` and `loss.py` compute the tensors. `presets.py` has the published algorithms as rows of data.
 
 `axes.py` makes docs/losses.md, `asyncrl losses --axes` and `asyncrl config schema` from the docstrings here. Each field
-has one. It describes every named value as "`value`: text". A paragraph that begins with "Stale tokens:" says what
-happens to tokens that weights older than those of the step have sampled. One that begins with "Example:" is a part of a
-configuration.
+has a docstring, which describes every named value as "`value`: text". A paragraph that begins with "Stale tokens:" says
+what happens to tokens that weights older than those of the step have sampled. A paragraph that begins with "Example:"
+is a part of a configuration.
 """
 
 import math
@@ -45,7 +46,7 @@ the product of the ratios. `min`: all have the smallest value. `max`: all have t
 
 
 SMALLEST_BETA, LARGEST_BETA = 1e-9, 1e9
-"""Limits of a β that follows the steps before, so that it never becomes 0 or infinite."""
+"""Limits of a β that is adapted after each step (`KLControl`), so that it never becomes 0 or infinite."""
 
 
 class _Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -202,7 +203,7 @@ class SoftGate(_Axis, frozen=True, kw_only=True, tag="soft_gate", tag_field="kin
     """
 
     positive: float = 1.0
-    """Temperature τ of tokens with A > 0. A larger one narrows the band of ratios with a gradient."""
+    """Temperature τ of tokens with A > 0. A larger τ narrows the band of ratios with a gradient."""
     negative: float = 1.05
     """Temperature τ of the other tokens."""
 
@@ -242,7 +243,7 @@ class Regression(_Axis, frozen=True, kw_only=True, tag="regression", tag_field="
     """
 
     beta: float
-    """β in nats per unit of advantage: a larger one keeps the policy nearer to the anchor."""
+    """β in units of the advantage per nat: a larger β keeps the policy nearer to the anchor."""
 
     def __post_init__(self) -> None:
         check_positive("the beta of a regression", self.beta)
@@ -337,20 +338,21 @@ class Gate(_Axis, frozen=True, kw_only=True):
     """Keeps a token's surrogate where lo ≤ stat ≤ hi, and zeroes it elsewhere. The token stays in every denominator,
     and keeps its penalties.
 
-    The stat compares two policies: d = log p − log q of the token. Several gates keep what all of them keep.
+    The stat compares two policies: d = log p − log q of the token. With several gates, a token keeps its surrogate only
+    if all of them keep it.
 
-    Stale tokens: the gate does not use a token's age. With q `behaviour`, it zeroes the surrogate of a token whose
-    policy has drifted too far from the sampler. It does not scale the gradient of the other tokens.
+    Stale tokens: the gate does not use a token's age. With q `behaviour`, it zeroes the surrogate of a token on which
+    the policy has drifted too far from the sampler. It does not scale the gradient of the other tokens.
 
     Example: `algorithm: {loss: decoupled_ppo, overrides: {gates: [{stat: k2, pool: mean, hi: 0.05}]}}`
     """
 
     stat: Literal["ratio", "log_ratio", "k1", "k2", "k3", "probability", "binary_kl"]
     """The quantity that is compared with the bounds. `ratio`: e^d, where d is pooled before the exponential.
-    `log_ratio`: d. `k1`: −d, an estimate of KL(q ‖ p) in nats. `k2`: d²/2, another one. `k3`: e^d − 1 − d, a third one
-    (http://joschu.net/blog/kl-approx.html). `probability`: p − q; its size is the total variation of the token against
-    all other tokens (2602.04879). `binary_kl`: q · log(q/p) + (1 − q) · log((1 − q)/(1 − p)), which is KL(q ‖ p) of the
-    token against all other tokens (2602.04879)."""
+    `log_ratio`: d. `k1`: −d, an estimate of KL(q ‖ p) in nats. `k2`: d²/2, another estimate. `k3`: e^d − 1 − d, a third
+    estimate (http://joschu.net/blog/kl-approx.html). `probability`: p − q; its size is the total variation of the token
+    against all other tokens (2602.04879). `binary_kl`: q · log(q/p) + (1 − q) · log((1 − q)/(1 − p)), which is KL(q ‖
+    p) of the token against all other tokens (2602.04879)."""
     pool: Pool = "token"
     """The stat of a sequence's tokens, from their own stats."""
     lo: float = -math.inf
@@ -365,8 +367,8 @@ class Gate(_Axis, frozen=True, kw_only=True):
     """The tokens on which the gate acts. `always`: all. `negative_advantage`: tokens with an advantage A < 0.
     `moving_away`: tokens that A pushes further from d = 0 (A · d > 0)."""
     budget: float | None = None
-    """Sets hi once a step so that the mean of stat over the kept tokens is at most this (2510.01161); null for a fixed
-    hi. It needs stat `k2` and pool `token`."""
+    """Sets hi once a step so that the mean of stat over the kept tokens is at most `budget` (2510.01161); null for a
+    fixed hi. It needs stat `k2` and pool `token`."""
 
     def __post_init__(self) -> None:
         same = 1.0 if self.stat == "ratio" else 0.0
@@ -392,11 +394,11 @@ class ByCovariance(_Axis, frozen=True, kw_only=True):
     tokens with a large c lower the entropy most. The choice is made once a step, before its first update. The authors'
     code makes it anew in each micro-batch.
 
-    The first ⌊share · N⌋ of the step's N trained tokens in the order are chosen, or the first one if this is 0, and
-    only such with lo ≤ c ≤ hi. If the last of them and the next token are equal in the order, all tokens that are equal
-    to them are left out, so it may be that no token is chosen.
+    Of the tokens with lo ≤ c ≤ hi, the first k in the `order` are chosen. k is ⌊share · N⌋ for the N trained tokens of
+    the step, or 1 if that is 0. If the k-th token and the next one are equal in the order, all tokens that are equal to
+    them are left out, so it may be that no token is chosen.
 
-    Stale tokens: c does not see staleness. They count in the means and in N like fresh ones.
+    Stale tokens: c does not depend on staleness. Stale tokens count in the means and in N like fresh ones.
 
     Example: `algorithm: {loss: decoupled_ppo, overrides: {dropped: {share: 0.0002, order: random, lo: 1.0, hi: 5.0}}}`
     """
@@ -435,15 +437,15 @@ class KLControl(_Axis, frozen=True, kw_only=True):
     After a step, β is multiplied by 1 + gain · clamp(KL / target − 1, −0.2, 0.2), and stays within 1e-9 and 1e9. KL is
     a number of the step's record: `kl_to_reference_nats` with q `reference`, and `kl_to_behaviour_nats` with q
     `behaviour`. Both are means over the trained tokens by the estimator k3, for any kind of the penalty. The paper's
-    KL is that of a whole answer, so its target is divided by the tokens of an answer. β stays after a step that was
-    skipped, that trained no token, or that trained only a critic. A resumed run goes on with the β of its records, and
-    a fork begins with `beta`.
+    KL is that of a whole answer: divide its target by the number of tokens of an answer. β does not change after a step
+    that was skipped, that trained no token, or that trained only a critic. A resumed run goes on with the β of its
+    records, and a fork begins with `beta`.
     """
 
     target: float
-    """The KL at which β stays, nats for each token, above 0."""
+    """The KL at which β does not change, in nats for each token, above 0."""
     gain: float = 0.1
-    """K_β of the paper, above 0 and below 5: β changes by at most a fifth of this share in a step."""
+    """K_β of the paper, above 0 and below 5: in a step, β changes by at most the share gain / 5."""
 
     def __post_init__(self) -> None:
         check_positive("the target of a control (a KL in nats)", self.target)
@@ -473,7 +475,7 @@ class Penalty(_Axis, frozen=True, kw_only=True):
     """The other policy. `reference`: the frozen initial weights. `proximal`: the weights at the start of the step.
     `behaviour`: the sampler of the token."""
     corrected_by: Literal["none", "current", "proximal", "behaviour"] = "none"
-    """A policy c by which P is corrected. P is multiplied by e^(lp − log c), including the gradient, so that it
+    """A policy c by which P is corrected. P is multiplied by e^(lp − log c), which has a gradient too, so that P
     estimates the current policy's own KL although c sampled the tokens. `none`: no factor. `current`: the factor is 1,
     but it has a gradient. `proximal`: the factor corrects for the updates within a step. `behaviour`: the factor also
     corrects for stale tokens."""
@@ -483,7 +485,7 @@ class Penalty(_Axis, frozen=True, kw_only=True):
     tokens: ByCovariance | None = None
     """The tokens that have the penalty, or null for all tokens. It cannot be combined with `ess`."""
     control: KLControl | None = None
-    """How β follows the steps before, or null for a constant β. It needs a kind that compares the policy with q
+    """How β is adapted after each step, or null for a constant β. It needs a kind that compares the policy with q
     `reference` or `behaviour`, cannot be combined with `ess`, and only one penalty can have it."""
 
     def __post_init__(self) -> None:
@@ -541,7 +543,7 @@ class Objective(_Axis, frozen=True, kw_only=True):
     weights without gradient, so u is 1 and only its gradient remains. `proximal`: the weights at the start of the step,
     so u shows the updates within the step. `behaviour`: the sampler, so u shows the token's staleness as well.
 
-    Stale tokens: only with `behaviour` does the ratio see that a token is stale, and the surrogate act on it.
+    Stale tokens: only with `behaviour` do the ratio and the surrogate depend on a token's staleness.
 
     Example: `algorithm: {loss: {surrogate: {kind: clipped}, anchor: behaviour}}`"""
     level: Literal["token", "sequence_mean", "sequence_sum", "sequence_mean_token"] = "token"
@@ -559,7 +561,7 @@ class Objective(_Axis, frozen=True, kw_only=True):
     weight: Weight | None = None
     """W, the importance weight of the surrogate, or null for none."""
     gates: tuple[Gate, ...] = ()
-    """K, the conditions under which a token keeps its surrogate. An empty list keeps all."""
+    """K, the conditions under which a token keeps its surrogate. An empty list keeps all tokens."""
     dropped: ByCovariance | None = None
     """Tokens that lose their surrogate, like those that a gate does not keep, or null for none. They stay in every
     denominator, and keep their penalties."""
@@ -567,7 +569,7 @@ class Objective(_Axis, frozen=True, kw_only=True):
     """C, the expected score of the sampler, which is subtracted from the token's own score; null for none. It needs
     `generator.logprobs`, and the surrogate `reinforce`, or a `weighted` one at level `token` whose two kernels are the
     same `clamp` with a finite hi and without `ess`, with anchor `behaviour` if it has a ratio. It cannot be combined
-    with `weight`, `gates`, `dropped` and `pre_clip`, with which the expectation would be another one.
+    with `weight`, `gates`, `dropped` and `pre_clip`, because they change the expectation.
 
     `score`: C = Σ_{v ∈ H} sg(q_v · w(p_v/q_v) − α · p_v) · log p_v, with the sampler's distribution q and the trained
     one p at the token's place (score centering, 2609.20807). H are the `generator.logprobs` most likely tokens v of q.
@@ -649,7 +651,7 @@ class Objective(_Axis, frozen=True, kw_only=True):
             )
 
         if sum(penalty.control is not None for penalty in self.penalties) > 1:
-            yield "two penalties have control, but a step has one β that is recorded: remove one control"
+            yield "two penalties have control, but a step records only one β: remove control from one of them"
 
         if self.chosen() and self.proximal == "interpolated":
             yield (
@@ -658,11 +660,11 @@ class Objective(_Axis, frozen=True, kw_only=True):
             )
 
     def controlled(self) -> Penalty | None:
-        """Returns the penalty whose β follows the steps before; None if there is none."""
+        """Returns the penalty that has `control`; None if there is none."""
         return next((penalty for penalty in self.penalties if penalty.control is not None), None)
 
     def chosen(self) -> dict[str, ByCovariance]:
-        """Returns the choices of tokens by covariance, by the axis that reads them."""
+        """Returns each `ByCovariance` of the objective. The key is the axis that has it, such as `penalties.0`."""
         found = {"dropped": self.dropped} | {f"penalties.{i}": each.tokens for i, each in enumerate(self.penalties)}
         return {place: choice for place, choice in found.items() if choice is not None}
 
@@ -690,7 +692,8 @@ def uses_ratio(surrogate: Surrogate) -> bool:
 
 
 def centered_kernel(objective: Objective) -> tuple[float, float]:
-    """Returns the bounds (lo, hi) of the kernel w(u) = clamp(u, lo, hi) of an objective with `centering`."""
+    """Returns the bounds (lo, hi) of the kernel w(u) = clamp(u, lo, hi) of an objective with `centering`; (1, 1)
+    with the surrogate `reinforce`."""
     surrogate = objective.surrogate
     kernel = surrogate.positive if isinstance(surrogate, Weighted) else None
     return (kernel.lo, kernel.hi) if isinstance(kernel, Clamp) else (1.0, 1.0)
@@ -721,9 +724,7 @@ def reads_effective_share(objective: Objective) -> bool:
     return _kernels_with_ess(objective.surrogate) or any(penalty.ess for penalty in objective.penalties)
 
 
-# Answers questions about an objective: whether it corrects for samples of older weights, and which of its parts act.
-#
-# Does not import torch.
+# The functions below say whether an objective corrects for samples of older weights, and which of its parts act.
 
 
 def pooled_sources(objective: Objective) -> frozenset[str]:
@@ -744,7 +745,8 @@ def pooled_sources(objective: Objective) -> frozenset[str]:
 
 
 def is_corrected(objective: Objective) -> bool:
-    """Returns True if the objective corrects for samples of older weights, which staleness limits η > 0 need.
+    """Returns True if the objective corrects for samples of older weights, which a run with `staleness.max_versions`
+    above 0 needs.
 
     It corrects if its ratio is against the sampler, if its weight divides by the sampler's probability, or if a gate
     compares a trained policy with the sampler. A clip against the proximal policy does not correct: with one update a
@@ -782,7 +784,7 @@ def is_product(objective: Objective) -> bool:
 
 
 def inert_in_one_update(objective: Objective) -> list[str]:
-    """Returns the parts that only compare the current policy with a recomputed proximal policy.
+    """Returns the names of the parts that only compare the current policy with a recomputed proximal policy.
 
     If a step has a single update, the two policies are equal. Then a ratio is 1, and a divergence and its gradient
     are 0, so these parts have no effect.

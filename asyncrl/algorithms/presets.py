@@ -74,7 +74,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "decoupled_ppo": Preset(
             source="2110.00641, 2505.24298",
-            use="Several updates a step on stale data: the clip is against the step's start, the weight for staleness.",
+            use="Several updates a step on stale data: the clip bounds the change since the step's start, and the "
+            "weight corrects for staleness.",
             objective=Objective(surrogate=Clipped(), weight=Weight(), gates=(Gate(stat="ratio", hi=5.0),)),
         ),
         "a3po": Preset(
@@ -169,7 +170,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "p3o": Preset(
             source="2605.12380",
-            use="No bound to tune: the step's effective share caps the weight and sets the pull to the sampler.",
+            use="No bound to tune: the effective share of the step's tokens caps the weight and sets the pull to the "
+            "sampler.",
             objective=Objective(
                 surrogate=_same(Clamp(ess=True)),
                 anchor="behaviour",
@@ -339,7 +341,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "aspo": Preset(
             source="2510.06062",
-            use="Several updates a step without collapse: good tokens that are already likely have less weight.",
+            use="Several updates a step without collapse: good tokens that have become likelier have less weight.",
             objective=Objective(
                 surrogate=Weighted(positive=Inverse(hi=3.0), negative=Clamp(hi=3.0)),
                 gates=(Gate(stat="ratio", lo=0.8, hi=1.2, p="current", q="proximal", when="moving_away"),),
@@ -360,8 +362,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "kl_cov": Preset(
             source="2505.22617",
-            use="Several updates a step: keeps the entropy by holding the few tokens that lower it most at the step's "
-            "start.",
+            use="Several updates a step: a penalty holds the few tokens that lower the entropy most near their "
+            "log-probs at the step's start.",
             objective=Objective(
                 surrogate=Linear(),
                 penalties=(Penalty(beta=1.0, kind="abs", q="proximal", tokens=ByCovariance(share=2e-3)),),
@@ -400,7 +402,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "gpg": Preset(
             source="2504.02546",
-            use="On-policy, one update a step: the policy gradient, scaled as without groups of equal rewards.",
+            use="On-policy, one update a step: the policy gradient, scaled as if groups of equal rewards were absent.",
             objective=Objective(surrogate=Reinforce()),
             baseline="gpg",
         ),
@@ -412,11 +414,11 @@ def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any
     """Returns the preset that `loss` names with the axes of `overrides` replaced, or the objective that `loss`
     describes axis by axis.
 
-    A mapping replaces the fields that it names and keeps the others, at any depth. If it names another `kind` of
+    A mapping replaces the fields that it names, at any depth, and keeps all other fields. If it names another `kind` of
     surrogate or kernel, the other fields get the defaults of that kind. `weight: null` removes the weight. The lists
-    `gates` and `penalties` are replaced as a whole. An entry of a list that does not name a field takes it from the
-    preset's entry with the same stat or kind. Raises ConfigError with a line for each wrong axis or value, with
-    the key, the value and the choices.
+    `gates` and `penalties` are replaced as a whole. An entry of the new list takes the fields that it does not name
+    from the preset's entry with the same stat or kind. Raises ConfigError with a line for each wrong axis or value,
+    with the key, the value and the choices.
 
     >>> resolve_objective("tis", {"weight": {"hi": 4.0}}).weight.hi
     4.0
@@ -454,8 +456,8 @@ def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any
 
 
 def own_loss(section: AlgorithmSection) -> OwnCallable | None:
-    """Returns the LossFunction, or the class or factory of one, that `algorithm.loss` names by import path, with its
-    options; None for an objective."""
+    """Returns the import path and the options of the user's own loss that `algorithm.loss` names; None if it names a
+    preset or describes an objective."""
     if section.loss_name in PRESETS or not is_import_path(section.loss_name):
         return None
     options = {} if isinstance(section.loss, str) else {k: value for k, value in section.loss.items() if k != "name"}
@@ -470,7 +472,7 @@ def advantage_of(section: AlgorithmSection) -> str | Mapping[str, Any]:
 
 def compares_groups(section: AlgorithmSection) -> bool:
     """Returns True if the advantage estimator compares the samples of a group, so that a sample which is alone in its
-    group has an advantage of 0. An estimator of the user counts as such."""
+    group has an advantage of 0. Returns True also for a user's own estimator, which may do so."""
     advantage = resolve_advantage(advantage_of(section))
     if isinstance(advantage, OwnEstimator):
         return True

@@ -1,8 +1,8 @@
 """Token-level advantages and returns: GAE and V-trace with a critic, discounted returns without one, and whitening.
 
 A masked token (of a prompt, an environment or padding) is not a step of the decision process. Accumulators are carried
-across it. Its reward, value and ratio are never read, even if they are NaN. It gets 0. A discount applies to each
-trained token. Nothing here carries gradient.
+across it. Its reward, value and ratio are never read, so they may be NaN. Its result is 0. A discount applies once for
+each trained token. No result carries gradient.
 
 Alignment: `values_BS[b, t]` is V(before token t). `rewards_BS[b, t]` is the reward for token t; a reward from an
 environment belongs at the last token of the action that earned it. The first token of a row has no prefix and is never
@@ -22,8 +22,8 @@ from asyncrl.algorithms.baselines import Whitening
 from asyncrl.errors import RunError
 
 ROUNDING = 1e-12
-"""A variance below this share of the mean square is treated as the rounding error of equal values. It corresponds to a
-spread of 1e-6 of their size."""
+"""A variance below this share of the mean square is treated as the rounding error of equal values. At this limit, the
+standard deviation is 1e-6 of the size of the values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +90,11 @@ def vtrace(
     """Returns V-trace advantages and targets (1802.01561).
 
     The targets are v_t = V_t + δ_t + γ·c_t·(v_{t+1} − V_{t+1}) with δ_t = ρ_t·(r_t + γ·V_{t+1} − V_t). They are the
-    returns. The advantages are r_t + γ·v_{t+1} − V_t. Here ρ = min(ρ̄, π/μ) and c = min(c̄, π/μ).
+    `returns_BS`. The advantages are r_t + γ·v_{t+1} − V_t. Here ρ = min(ρ̄, π/μ) and c = min(c̄, π/μ).
 
     `log_ratios_BS` is log π − log μ, where π is the current and μ the behaviour policy. The paper's policy gradient
-    multiplies the advantages by ρ once more. The objective does that: the preset `vtrace` has this weight with ρ̄ = 1.
+    multiplies the advantages by ρ once more. This function does not: the objective does it, and the preset `vtrace` has
+    this weight with ρ̄ = 1.
     """
     if not math.inf > rho_bar >= c_bar > 0:
         raise RunError(f"V-trace needs ∞ > rho_bar ≥ c_bar > 0, but rho_bar is {rho_bar:g} and c_bar is {c_bar:g}")
@@ -190,7 +191,8 @@ def _trained(token_mask_BS: torch.Tensor) -> torch.Tensor:
 
 
 class _TrainedSteps:
-    """The trained tokens of each row as steps of a decision process. All columns are float64 and 0 at other tokens."""
+    """The trained tokens of each row as steps of a decision process. All columns are float64, and 0 at masked
+    tokens."""
 
     def __init__(self, rewards_BS: torch.Tensor, values_BS: torch.Tensor, token_mask_BS: torch.Tensor) -> None:
         self._mask_BS = _trained(token_mask_BS)
@@ -198,8 +200,8 @@ class _TrainedSteps:
         self.rewards_BS = self.inside(rewards_BS)
         self.values_BS = self.inside(values_BS)
         width = token_mask_BS.shape[1]
-        # `_next_BS` has the smallest trained index after t, or `width` if there is none. There, `following` appends a
-        # column of zeros.
+        # `_next_BS` has the smallest trained index after t, or `width` if there is none. `following` appends a column
+        # of zeros, which has the index `width`.
         index_BS = torch.where(self._mask_BS, torch.arange(width, device=values_BS.device), width)
         nearest_BS = index_BS.flip(1).cummin(dim=1).values.flip(1)
         self._next_BS = torch.nn.functional.pad(nearest_BS[:, 1:], (0, 1), value=width)

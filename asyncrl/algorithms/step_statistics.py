@@ -32,7 +32,7 @@ from asyncrl.user_code import describe_error
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Returns the sum of a small tensor over all ranks."""
 Reduction = Callable[[torch.Tensor, Reduce], float]
-"""Returns one number of the values, float64 [n], of all ranks. A collective."""
+"""Reduces the values of all ranks, float64 [n] on each, to one number. A collective."""
 
 # four rounds of 64 intervals narrow the range from 1e-12 to 1e18 to a relative precision of 4e-6
 _GRID, _ROUNDS = 64, 4
@@ -77,8 +77,8 @@ class StepStatistic:
 
 
 def statistics_of(loss_fn: object) -> Mapping[str, StepStatistic]:
-    """Returns the statistics of the step that a loss declares in its attribute `statistics`; none without it. Raises
-    TypeError if the attribute is something else."""
+    """Returns the statistics of the step that a loss declares in its attribute `statistics`; none without the
+    attribute. Raises TypeError if it is not a mapping of names to StepStatistic."""
     found = getattr(loss_fn, "statistics", None) or {}
     if not isinstance(found, Mapping) or not all(isinstance(each, StepStatistic) for each in found.values()):
         raise TypeError(f"the loss's statistics are {found!r}; they must be a mapping of names to StepStatistic")
@@ -94,10 +94,10 @@ def step_numbers(
 ) -> dict[str, float]:
     """Returns the number of each statistic, equal on all ranks. `tokens` are those of this rank. A collective.
 
-    The functions of the statistics run in `together`, which raises the error of one rank on all of them. They are not
-    called on a rank without a trained token. Raises CallRefused if a function fails or does not return finite values,
-    or if a reduction cannot be called. A reduction of your own must not fail on an empty tensor: the other ranks would
-    wait for this one.
+    The functions of the statistics run in the context `together`, which raises the error of one rank on all ranks. They
+    are not called on a rank without a trained token. Raises CallRefused if a function fails or does not return finite
+    values, or if a reduction cannot be called. A reduction of your own must not fail on an empty tensor: the other
+    ranks would wait for the rank on which it failed.
     """
     found: dict[str, float] = {}
     for name, statistic in declared.items():
@@ -144,7 +144,7 @@ def mean(values: torch.Tensor, reduce: Reduce) -> float:
 
 
 def effective_share(values: torch.Tensor, reduce: Reduce) -> float:
-    """The share (Σw)² / (n · Σw²) of n weights w that is effective, at most 1. It is 1 if there are none."""
+    """The share (Σw)² / (n · Σw²) of n weights w that is effective, at most 1. It is 1 if there are no weights."""
     first, second, count = _sums(reduce, values.sum(), values.square().sum(), values.numel())
     return min(1.0, first**2 / (count * second)) if count and second else 1.0
 
@@ -176,8 +176,8 @@ def _quantile(values: torch.Tensor, reduce: Reduce, *, q: float) -> float:
 
 
 def _ranked(values: torch.Tensor, reduce: Reduce, *, rank: int) -> float:
-    """Searches the value with this rank among the values of all ranks, exactly: in 11 rounds, each of which counts the
-    values below 64 candidates. The smallest value has rank 1."""
+    """Returns exactly the value at the place `rank` in the ascending order of the values of all processes; the smallest
+    value has `rank` 1. Searches in 11 rounds, each of which counts the values up to each of 64 candidates."""
     keys = _ordered((values + 0.0).view(torch.int64)).sort().values
     low, high = -_MAGNITUDE - 1, _MAGNITUDE
     while low < high:
@@ -195,9 +195,9 @@ def _ordered(bits: torch.Tensor) -> torch.Tensor:
 
 def bound_of_largest(share: float) -> Reduction:
     """Returns the reduction to the bound above which the k largest of the n values lie, k = max(1, ⌊share · n⌋); −inf
-    if k = n. It is halfway between the k-th largest value and the next one, so that rounding of a value does not change
-    its side. If the two are equal, no value that equals them is above the bound, so fewer than k values are, or
-    none."""
+    if k = n. The bound is halfway between the k-th largest value and the next one, so that rounding does not move a
+    value across it. If the two are equal, the values that equal them are not above the bound: then fewer than k values
+    are, or none."""
 
     def reduction(values: torch.Tensor, reduce: Reduce) -> float:
         [count] = _sums(reduce, values.numel())
@@ -212,7 +212,7 @@ def bound_of_largest(share: float) -> Reduction:
 
 def bound_of_mean(budget: float) -> Reduction:
     """Returns the reduction to the largest bound for which the values at or below it have a mean of at most `budget`;
-    inf if all of them have."""
+    inf if the mean of all values is at most `budget`."""
 
     def reduction(values: torch.Tensor, reduce: Reduce) -> float:
         def sums(bound: float) -> tuple[float, float]:
@@ -250,8 +250,8 @@ def _largest_bound(
     sums: Callable[[float], tuple[float, float]], *, holds: Callable[[float, float], bool], reduce: Reduce
 ) -> float:
     """Returns the largest bound for which `holds` is true of the two numbers `sums(bound)`, added up over all ranks.
-    It holds for small bounds and fails for large ones. Returns inf if it holds for inf, and the smallest bound of the
-    grid if it never holds."""
+    `holds` must be true for small bounds and false for large ones. Returns inf if it is true for inf, and the smallest
+    bound of the grid if it is false for all."""
 
     def held(bounds: Sequence[float]) -> list[bool]:
         rows = torch.tensor([sums(bound) for bound in bounds], dtype=torch.float64)

@@ -82,7 +82,7 @@ def resolve_estimators(advantage: str | Mapping[str, Any]) -> tuple[Estimator, D
     axes = resolve_advantage(advantage)
     if not (isinstance(axes, DiscountedOutcome) and axes.by_token):
         return resolve_estimator(advantage), None
-    # only the advantages of tokens are whitened: the ranks read those of the samples as rewards less their baselines
+    # not whitened: the ranks read the samples' advantages as rewards less baselines, and whiten those of the tokens
     of_samples = OutcomeEstimator(msgspec.structs.replace(axes, whiten="none", keep_mean=False))
     return of_samples, DiscountedReturns(gamma=axes.gamma, kl=axes.kl, whitening=axes)
 

@@ -44,7 +44,7 @@ log-prob (F22 in docs/faults.md). It is replaced by e^40, so that a product of t
 at this limit carries no gradient."""
 ROUNDING_NATS = 1e-5
 """A difference of two log-probs up to this size may be rounding of float32: a log-prob that two passes compute for the
-same weights differs by about 1e-6. The sign of such a difference is not a direction."""
+same weights differs by about 1e-6. The sign of such a difference says nothing about the policies."""
 
 Sources = Mapping[str, torch.Tensor]
 """Log-probs [B, T] by the name of their policy: current, proximal, behaviour, reference."""
@@ -235,8 +235,8 @@ def _weight(
 
 
 LEAST_REST = 1e-6
-"""Smallest mass of a distribution outside the most likely tokens that centering counts with. The float32 sum of the
-others has an error of about 1e-7, so that smaller ones would be rounding."""
+"""Lower limit, in centering, of the total probability of the tokens outside the most likely ones. This total is 1 minus
+the sum of the other probabilities. Their log-probs are float32, so the sum has an error of about 1e-7."""
 
 
 @torch.no_grad()
@@ -296,7 +296,8 @@ def _gated(gate: Gate, *, fixed: Mapping[str, torch.Tensor], adv_BT: torch.Tenso
 
 
 def _is_chosen(choice: ByCovariance, *, fixed: Mapping[str, torch.Tensor], adv_BT: torch.Tensor) -> torch.Tensor:
-    """Returns True for the tokens that are chosen. Without the numbers of the step, no token is."""
+    """Returns True for the tokens that are chosen. No token is chosen before `calibration.py` has added the numbers of
+    the step."""
     if not isinstance(choice, ChosenByCovariance):
         return torch.zeros_like(adv_BT, dtype=torch.bool)
     means = (choice.mean_logprob, choice.mean_advantage)
@@ -310,17 +311,17 @@ def covariance_ranks(
     advantages: torch.Tensor,
     means: tuple[float, float],
 ) -> torch.Tensor:
-    """Returns a float64 for each token: tokens with a larger one are chosen first. It is −inf outside the bounds of the
-    covariance. `means` are those of the step's proximal log-probs and of its advantages. All passes compute it from the
-    same columns, so it is equal in each of them to the last bit."""
+    """Returns the rank of each token, float64: tokens with larger ranks are chosen first. The rank is −inf if the
+    token's covariance is outside [lo, hi]. `means` are the means of the step's proximal log-probs and of its
+    advantages. All passes compute the ranks from the same columns, so they get the same bits."""
     covariance = (sources["proximal"].double() - means[0]) * (advantages.double() - means[1])
     ranks = covariance if choice.order == "largest" else _hash(sources["behaviour"])
     return torch.where((covariance >= choice.lo) & (covariance <= choice.hi), ranks, -math.inf)
 
 
 def _hash(values: torch.Tensor) -> torch.Tensor:
-    """Returns a number from 0 to 2³² − 1 that looks random for each value: a permutation of the bits of its float32, of
-    which each bit of the result depends on all (https://github.com/skeeto/hash-prospector)."""
+    """Returns a number from 0 to 2³² − 1 that looks random for each value: an invertible hash of the 32 bits of its
+    float32, in which each bit of the result depends on all of them (https://github.com/skeeto/hash-prospector)."""
     bits = (values.float() + 0.0).view(torch.int32).long() & 0xFFFFFFFF  # + 0.0: zero has one sign
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):  # below 2³¹, so that a product fits int64
         bits = ((bits ^ (bits >> shift)) * factor) & 0xFFFFFFFF

@@ -1,1 +1,1 @@
-"""The policy: FSDP2 ranks that score and train it. `policy.interfaces` has its interfaces."""
+"""The policy: FSDP2 ranks that compute log-probs and train the model. `policy.interfaces` has its interfaces."""

@@ -1,4 +1,5 @@
-"""Exports the adapter of a policy (`model.lora`) as a directory that peft, transformers and vLLM load, and merges it.
+"""Exports the adapter of a policy (`model.lora`) as a directory that peft, transformers and vLLM load, and merges an
+adapter into its base model.
 
 The directory has these files:
 

@@ -40,13 +40,13 @@ def convert_to_hf(
     """Writes safetensors, config and tokenizer, with the weights that `ShardedState.write` wrote to `weights_path`. An
     earlier export at `path` is replaced after the new one is complete.
 
-    `specs` are the model's parameters in the precision `dtype`. Of `model`, whose weights may change meanwhile, only
-    the configuration is read. Above `file_bytes` (default: `FILE_BYTES`), the weights are in several files with an
-    index, as transformers writes them. The ranks write the files in turn, and each holds one file in memory. All must
-    see both paths.
+    `specs` are the model's parameters in the precision `dtype`. Only the configurations of `model` are read, so its
+    weights may change meanwhile. Above `file_bytes` (default: `FILE_BYTES`), the weights are in several files with an
+    index, as transformers writes them. The files are divided among the ranks, and each rank holds one file in memory
+    at a time. All ranks must see both paths.
 
     This is a collective, and may run in a thread of its own if `group` has no other traffic. Raises CheckpointError on
-    all ranks if the export cannot be written, or if something else is at `path`.
+    all ranks if the export cannot be written, or if something other than an export is at `path`.
     """
     rank, unfinished = dist.get_rank(group), complete_directory.unfinished(path)
     on_first_rank(lambda: complete_directory.prepare(path), group=group)

@@ -1,4 +1,4 @@
-"""Which models are trained and served correctly, by the `model_type` of their config.json. Without torch.
+"""Which models are trained and served correctly, by the `model_type` of their config.json. Does not import torch.
 
 Each entry of `FAMILIES` comes from two comparisons in float32: log-probs of padded and of packed rows with those of
 each row alone by transformers' eager attention, and log-probs of vLLM's engine after weight updates with the learner's.
@@ -46,10 +46,11 @@ _QUANTIZED = ("quantization_config", "compression_config")
 """Keys of config.json for quantized weights. The package compressed-tensors wrote the second one in its first versions.
 """
 
-_OWN_ATTENTION = "its attention is its own and cannot keep packed rows apart"
+_OWN_ATTENTION = "it has an attention of its own, which cannot keep packed rows apart"
 _MIXERS = "it has layers other than attention, which mix the tokens of packed rows"
 _NO_SDPA = (
-    "transformers has no attention for it that trains padded rows (sdpa), and its own cannot keep packed rows apart"
+    "transformers has no attention for it that trains padded rows (sdpa), and its own attention cannot keep packed "
+    "rows apart"
 )
 _SINKS = "its attention has sinks, which neither packed rows nor transformers' sdpa support"
 _SCALED = "it scales its logits after the output head, and log-probs are computed from the head"
@@ -207,7 +208,10 @@ def _engine_problems(model: Json, config: Config) -> Iterator[str]:
             "(generator.gpus), or choose another model"
         )
     if family.mixed_windows and _has_mixed_windows(model):
-        yield f"models of the family {name} cannot be served with these windows: {family.mixed_windows}; choose another"
+        yield (
+            f"models of the family {name} cannot be served with these windows: {family.mixed_windows}; choose another "
+            "model"
+        )
     chunk = _value(model, "attention_chunk_size")
     if isinstance(chunk, int) and config.model.max_length > chunk:
         yield (

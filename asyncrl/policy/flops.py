@@ -17,8 +17,8 @@ the gradients of frozen weights:
 
     forward = 2 (W + A) S + 4 L H D S²,        backward ≈ 2 W S + 4 A S + 8 L H D S².
 
-The backward pass also ends at the first adapters: what they and the layers before them read has no gradient. These
-products are left out of the count (`_backward_of_adapters`).
+The backward pass also ends at the first adapters: the inputs of these adapters and of the layers before them need no
+gradient. The products for such gradients are left out of the count (`_backward_of_adapters`).
 
 Invariant: if a count is not known to be right, it is None, never a guess. So only the models in `COUNTED` are counted,
 no mixture of experts and no sliding window, and devices are identified by their exact names.
@@ -129,7 +129,8 @@ def _shapes(config: PretrainedConfig) -> dict[str, tuple[int, int]]:
 def _backward_of_adapters(config: PretrainedConfig, adapters: Mapping[str, int]) -> PassCost:
     """Counts the products of a backward pass that trains only adapters, block by block.
 
-    A product's gradient with respect to what it reads is needed only if an adapter stands before it.
+    A product's gradient with respect to what it reads is needed only if an adapter is before it in the
+    forward pass.
     """
     shapes = _shapes(config)
     per_token = attention_products = 0

@@ -1,6 +1,6 @@
 """The interfaces of a policy that is trained.
 
-Some trainers elsewhere pass more arguments to these calls. Such calls take `*args, **kwargs`. They ignore arguments
+Other trainers pass more arguments to some of these methods. These methods take `*args, **kwargs`. They ignore arguments
 that they do not know, with a warning that names the arguments.
 
 Legend: B rows, S tokens. Column entry `c[b, i]` belongs to token `input_ids[b, i]` given its prefix. Padding is on the
@@ -40,7 +40,8 @@ class ReferenceLogprobOutputSpec(TypedDict):
 
 
 class PolicyInterface(TrainedModelInterface[LossFunction]):
-    """A model that scores and learns. Calls block. Rows keep the caller's order, and results are on the CPU.
+    """A model that computes log-probs and is trained. Calls block. Rows keep the caller's order, and results are on the
+    CPU.
 
     `train` reads the columns that the loss reads. Among them are:
 

@@ -71,7 +71,7 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
 
     def save_hf(self, path: Path) -> None:
         """Writes a Hugging Face directory that vLLM can serve, to a path that all ranks share. A reader sees the
-        complete directory or none. Meanwhile there are also files beside it, with the float32 weights.
+        complete directory or none. During the call there are also files beside `path`, with the float32 weights.
 
         Raises CheckpointError if it cannot be written within `checkpoint.timeout_s`, or if something other than an
         export is at `path`; the ranks stay usable.
@@ -89,7 +89,7 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
 
     def trained_step(self) -> int | None:
         """Returns the version of the ranks' weights: 1 more than the `step` of the last call that applied an update;
-        None if there was none since the start or the last load. A call that trains is finished first."""
+        None if there was none since the start or the last load. Waits for the end of a call that trains."""
         return self.ranks.call(PolicyWorker.trained_step)[0]
 
     # -- weights -------------------------------------------------------------------------------------------------

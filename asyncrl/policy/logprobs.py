@@ -1,4 +1,4 @@
-"""Log-probs and entropies of next tokens, from a pass of a model that never makes its logits.
+"""Log-probs and entropies of next tokens, from a pass of a model that never holds all of its logits in memory.
 
 Legend: B rows, S tokens, T = S − 1 next tokens, D hidden width, K tokens of a support, L most likely tokens of the
 sampler.
@@ -116,10 +116,11 @@ def head_logprobs(
 
     Results are float32 (float64 for float64 inputs) and differentiable once in hidden and weight. Gradients have the
     dtypes of the inputs. `chunk_logits` is by default the one of CHUNK_LOGITS for the device. On a CPU, bfloat16 inputs
-    are multiplied as such with `bfloat16_products`, by default if the CPU has instructions for them.
+    are multiplied without a cast to float32 if `bfloat16_products` is True. By default, it is True if the CPU has
+    instructions for bfloat16.
 
-    With `support_NK`, the softmax is over the support of each token. It has token ids, each once, and negative numbers
-    as padding. Each target must be in its support. All results are 0 for a token without a support.
+    With `support_NK`, the softmax is over the support of each token. A support has token ids, each once, and negative
+    numbers as padding. Each target must be in its support. All results are 0 for a token without a support.
     """
     chunk_logits = chunk_logits or CHUNK_LOGITS[hidden_ND.device.type]
     products = _has_bfloat16_products() if bfloat16_products is None else bfloat16_products
@@ -137,7 +138,7 @@ class Centered:
     """The sampler's most likely tokens for N targets, and the kernel of the objective, from which the centering
     C = Σ_v g_v · log p_v of each target follows (`Objective.centering`). The coefficients g are detached.
 
-    `ids_NL` are −1 beyond the tokens of a list, and `logprobs_NL` are those of the sampler."""
+    `ids_NL` are −1 beyond the tokens of a list, and `logprobs_NL` are the sampler's log-probs of these tokens."""
 
     ids_NL: torch.Tensor
     logprobs_NL: torch.Tensor
@@ -221,7 +222,8 @@ def _forward_replaced(module: torch.nn.Module, forward: Callable[[torch.Tensor],
 class SupportHead(torch.autograd.Function):
     """Output head, log-softmax over the support, entropy, and centering as one autograd function.
 
-    The gradients have the formulas of `ChunkedHead`, with a softmax over the support. They are 0 for all other tokens.
+    The gradients have the formulas of `ChunkedHead`, with a softmax over the support. The gradients of the logits of
+    all other tokens are 0.
     """
 
     @staticmethod
@@ -254,7 +256,7 @@ class SupportHead(torch.autograd.Function):
             found_NL, column_NL = _columns_of(centered.ids_NL, support_NK)
             log_p_NL = torch.where(found_NL, logp_NK.gather(1, column_NL), -torch.inf)
             centers_NL = centered.slopes(log_p_NL, possible=inside_NK.sum(dim=1))
-            # adds, because the entries that were not found have a column too
+            # adds instead of writes: an id that was not found also has a column, to which it must not write 0
             centers_NK = torch.zeros_like(logp_NK).scatter_add_(1, column_NL, torch.where(found_NL, centers_NL, 0.0))
             centering_N = torch.where(centers_NK != 0, centers_NK * logp_NK, 0.0).sum(dim=1)
         ctx.save_for_backward(hidden_ND, weight_VD, support_NK, is_target_NK, logp_NK, entropy_N, centers_NK)
@@ -307,7 +309,8 @@ class SupportHead(torch.autograd.Function):
 
 def _columns_of(ids_NL: torch.Tensor, support_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (which ids are in the support of their token, the column of each in the support). The column of an id
-    that is not in it is valid, without a meaning. The memory is that of the supports, not of N · L · K comparisons."""
+    that is not in the support is a valid index without a meaning. Needs memory of the size of the supports, not of
+    N · L · K comparisons."""
     sorted_NK, order_NK = support_NK.sort(dim=1)
     place_NL = torch.searchsorted(sorted_NK, ids_NL.contiguous()).clamp(max=support_NK.shape[1] - 1)
     found_NL = (ids_NL >= 0) & (sorted_NK.gather(1, place_NL) == ids_NL)

@@ -46,8 +46,8 @@ class OnPolicy:
     whole_samples: bool
 
     def mask(self, data: BatchedDataDict, *, step: int | None) -> torch.Tensor:
-        """Returns the on-policy tokens as bool [B, T]. Without the `step` of the weights there are none, and the rows
-        need no column `weight_versions`."""
+        """Returns True for the on-policy tokens, bool [B, T]. `step` is the version of the weights at the step's start.
+        If it is None, no token is on-policy, and the rows need no column `weight_versions`."""
         if step is None:
             return torch.zeros_like(data["input_ids"][:, 1:], dtype=torch.bool)
         versions_BT: torch.Tensor = data["weight_versions"][:, 1:]
@@ -132,7 +132,7 @@ def check_supports(data: BatchedDataDict, loss_fn: LossFunction, *, has_supports
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outputs:
-    """The model's outputs with their graph. `columns` are those that the loss reads, under the names of its
+    """The model's outputs with their autograd graph. `columns` are the outputs that the loss reads, by the names of its
     arguments. The entropies of logits have no graph, because they are only reported."""
 
     columns: dict[str, torch.Tensor]
@@ -172,8 +172,8 @@ def _outputs(
 def _slopes_of_rows(
     rows: Sequence[int], *, data: BatchedDataDict, outputs: _Outputs, context: UpdateContext[LossFunction]
 ) -> torch.Tensor:
-    """Returns the derivatives of the loss by the model's output for these rows, as if the micro-batch had no others.
-    The loss must read one output only. The witness calls it for a loss of the user's own."""
+    """Returns the derivatives of the loss by the model's output for these rows, as if the micro-batch had no other
+    rows. The loss must read one output only. The witness (`asyncrl.witness`) uses this for a user's own loss."""
     leaves = {name: output[rows].detach().requires_grad_() for name, output in outputs.columns.items()}
     loss = of_outputs(context.loss_fn, leaves, data.select_indices(rows), context.counts)
     with torch.enable_grad():

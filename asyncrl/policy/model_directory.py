@@ -25,7 +25,7 @@ MOST_COUNTED = 256
 """Counts in config.json up to this number are accepted without a look at the weights. The largest published models have
 126 layers."""
 _COUNT = re.compile(r"(layers?|blocks?|depth|labels|dense_replace)$")
-"""Ends of the keys of config.json for which transformers makes a list or modules of that length."""
+"""Ends of those keys of config.json whose value is a number of modules or list entries that transformers makes."""
 _CHUNK_BYTES = 2**24
 _LONGEST_HEADER = 100_000_000
 """Bytes of the longest header that safetensors accepts."""
@@ -85,8 +85,9 @@ def counts_problem(path: Path) -> str | None:
     """Returns why a count in config.json of the model at `path` is refused; None if all fit.
 
     Libraries make as many modules or names as config.json says, before they look at the weights: 20,000 layers take
-    many minutes, and 10^12 layers take all memory. But each layer has a tensor in the files. Raises OSError or
-    ValueError for a config.json that cannot be read.
+    many minutes, and 10^12 layers take all memory. Each layer of a real model has a tensor in the files, so a count
+    above `MOST_COUNTED` and above the number of tensors is refused. Raises OSError or ValueError for a config.json
+    that cannot be read.
     """
     most, name = max(_counts(read_json(path / "config.json")), default=(0, ""))
     if most <= MOST_COUNTED:
@@ -99,13 +100,13 @@ def counts_problem(path: Path) -> str | None:
         return None
     return (
         f"{name} in its config.json is {most}, and its weights (*.safetensors) have {tensors} tensors; a number above "
-        f"{MOST_COUNTED} must not be larger than that: correct config.json, or name another directory"
+        f"{MOST_COUNTED} must not be larger than the number of tensors: correct config.json, or name another directory"
     )
 
 
 def _counts(section: dict[str, Any]) -> Iterator[tuple[int, str]]:
-    """Yields the numbers in config.json by which libraries make lists of layers or names, with their keys (`_COUNT`).
-    Also yields those of the sections in it."""
+    """Yields the numbers in config.json by which libraries make lists of layers or names, with their keys (`_COUNT`),
+    in nested sections too."""
     for key, value in section.items():
         if isinstance(value, dict):
             yield from _counts(value)
@@ -133,7 +134,7 @@ def read_model(path: Path) -> ModelFiles:
 
 
 def number_of_parameters(path: Path) -> int | None:
-    """Returns about how many parameters a model has, by the sizes in its config.json; None if they are not there.
+    """Returns about how many parameters a model has, by the sizes in its config.json; None if it lacks them.
 
     It counts the matrices of a decoder with gated layers: attention, layers or experts, embeddings and head. The rest
     is below 1 %. `asyncrl doctor --plan` builds the model and counts exactly, which needs torch and seconds. Raises
@@ -156,7 +157,7 @@ def number_of_parameters(path: Path) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor in a safetensors file: where its bytes begin, and how many there are."""
+    """A tensor in a safetensors file: where its bytes begin, how many there are, and its `form` (dtype, shape)."""
 
     file: Path
     begin: int

@@ -1,4 +1,4 @@
-"""A policy with rows on a data plane. Its driver handles only the names of rows; the ranks fetch and write the rows.
+"""A policy whose rows are on a data plane. The driver handles only the names of rows; the ranks fetch and write rows.
 
     policy = TQPolicy(config, dp_cfg=config.data_plane)
     policy.prepare_step(num_samples=128, group_size=8)          # once or every step; it clears nothing
@@ -73,7 +73,7 @@ class TQPolicy(Policy):
         self.dp_client.register_partition(partition_id, STEP_FIELDS, num_samples, [partition_id])
 
     def discard_samples(self, sample_ids: Sequence[str], partition_id: str) -> None:
-        """Removes rows by id. Ids that are not there are ignored, because these rows are already removed."""
+        """Removes rows by id. Ids without a row are ignored, because their rows are already removed."""
         self._rows.patiently(lambda client: client.clear_samples(list(sample_ids), partition_id))
 
     def finish_step(self, meta: KVBatchMeta) -> None:

@@ -1,4 +1,5 @@
-"""One rank of the policy: a causal language model that scores, learns, and sends its weights to engines.
+"""One rank of the policy: a causal language model that computes log-probs, is trained, and sends its weights to
+engines.
 
 Legend: B rows, S tokens, T = S − 1 next tokens, V vocabulary.
 """
@@ -173,7 +174,7 @@ class PolicyWorker(RankWorker[LossFunction]):
         if not any(self.gather(any("reference_policy_logprobs" in part for part in update.parts))):
             return
         with self._as_reference() as model:
-            first = self._first_digest  # None with model.lora: the reference is no copy that could have changed
+            first = self._first_digest  # None with model.lora: the reference has no own weights that could have changed
             is_initial = first is None or first == self._reference_digest(model)
             witness.compare_reference(update.parts, model, is_initial=is_initial, device=self._device)
 
@@ -274,11 +275,11 @@ class PolicyWorker(RankWorker[LossFunction]):
 
     def write_hf(self, weights_path: Path | None, path: Path) -> None:
         """Writes a Hugging Face directory that vLLM can serve, with the weights of the checkpoint at `weights_path`, or
-        with those that `stage_checkpoint` copied. With `model.lora` the directory has only the adapter. It may run in a
-        second thread, like `write_checkpoint`.
+        with those that `stage_checkpoint` copied. With `model.lora` the directory has only the adapter. The call may
+        run in a second thread, like `write_checkpoint`.
 
-        Raises CheckpointError if the directory cannot be written, or if something else is at `path`. Copies of
-        `stage_checkpoint` are first written as a checkpoint beside `path`, because no rank has whole tensors.
+        Raises CheckpointError if the directory cannot be written, or if something other than an export is at `path`.
+        Copies of `stage_checkpoint` are first written as a checkpoint beside `path`, because no rank has whole tensors.
         """
         if weights_path is not None and self._lora is not None:
             from asyncrl.policy.adapter_export import convert_adapter  # imports peft, which other runs do not need
@@ -321,8 +322,8 @@ class PolicyWorker(RankWorker[LossFunction]):
         self, entries: Sequence[TensorEntry], probe_tokens: Sequence[Sequence[int]], slot: int = 0
     ) -> tuple[list[list[float]], ChangedElements | None]:
         """Copies this rank's shards of the current weights into the memory `slot`, in place of the snapshot there.
-        Returns the probe's log-probs (nats) under these weights, and how many elements have other bits than in the
-        snapshot of the other slot; None if there is no such snapshot.
+        Returns the log-probs (nats) of the sequences `probe_tokens` under these weights, and how many elements of the
+        weights have other bits than in the snapshot of the other slot; the latter is None if that slot has no snapshot.
 
         Do not pass the slot of a snapshot that is being delivered, because its memory would be overwritten.
         """
