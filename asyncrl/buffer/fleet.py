@@ -280,7 +280,8 @@ class Fleet:
     def restarting(self, actor: str, cause: Cause, reason: str) -> None:
         """Records that the deployment of an actor ends it, for this cause, and starts its replica again.
 
-        The replica may have retired: the end of a pod drains its actors, and the deployment starts them in another pod.
+        A replica that was retired is then not retired any longer: the end of a pod retires its replicas, and the
+        deployment starts them again in another pod.
         """
         self._retired.pop(replica_of(actor), None)
         if self.life_of(actor) is None and self.is_heard(actor):

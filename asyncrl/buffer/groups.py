@@ -5,9 +5,10 @@
                     ▼    │        ▼
                    waiting at the front
 
-A group is in exactly one of these places. `Groups` moves it, and keeps the ledger, the numbers of attempts and the kept
-rows consistent with its place. `KeptRows` knows which rows and partial generations the data plane keeps for a
-checkpoint or for the next attempt at a group. The rules are in `replay_buffer.py`, which decides about each move.
+A group is in exactly one of these places. A prompt at the front waits ahead of all new prompts. `Groups` moves a group,
+and keeps the ledger, the numbers of attempts and the rows that stay stored consistent with its place. `KeptRows` knows
+which rows and partial generations the data plane keeps for a checkpoint or for the next attempt at a group. The rules
+are in `replay_buffer.py`, which decides about each move.
 
 The n-th new prompt is group n. A retry keeps the group, the prompt and the seed, and has the next attempt number. Every
 order is total: ready groups are ordered by (deadline, group), waiting prompts by group, which is the order in which the
@@ -31,7 +32,8 @@ from asyncrl.common.version import Lineage, Version
 from asyncrl.data.prompts import PromptSource
 
 SEEDS_A_RUN = 2**32
-"""Sample seeds of one `run.seed`. A `run.seed` is below 2**31, so all of them are below 2**63, the limit of vLLM."""
+"""Number of sample seeds that each `run.seed` has. A `run.seed` is below 2**31, so all sample seeds are below 2**63,
+the limit of vLLM."""
 LAST_ATTEMPTS = 10_000
 """Number of ended groups whose last attempt is remembered, to name the reason why a late commit is refused. Groups that
 were trained at their first attempt need no memory. A late commit of a forgotten group is answered UNKNOWN."""
@@ -72,8 +74,8 @@ class Slot:
     when a heartbeat of its actor has named it. It then lives as long as its actor sends heartbeats. A ticket that
     is not confirmed ends some time after `last_seen_s`, because the reply with it may be lost. `sampled_tokens` is the
     number of tokens that the actor reported last, and `newest_step` is the step of the newest weights that it
-    reported. `deadline` is the ticket's, unless `staleness.on_deadline: mask` has extended it. `prefix` is what the
-    data plane has of a reserved group, from this attempt or from an earlier one.
+    reported. `deadline` is the ticket's, unless `staleness.on_deadline: mask` has extended it. `prefix` is the partial
+    generation of a reserved group that the data plane has, from this attempt or from an earlier one.
     """
 
     ticket: Ticket
@@ -135,13 +137,14 @@ class KeptRows:
     """The rows and partial generations that the data plane keeps for a learner that goes back to a checkpoint, and for
     the next attempts at groups.
 
-    A learner can go back to the newest complete checkpoint, and to the newest snapshot. The checkpoint of that snapshot
-    may still be being written, and it reads the rows. So these stay:
+    A learner can go back to the newest complete checkpoint, and to the newest snapshot. The save of that snapshot may
+    still run, and it reads the rows. So these stay:
 
     - The rows of a *retained* group. It has ended, but the learner can train it again.
     - The *prefix* of a group that is reserved or waits: the tokens that an attempt has generated so far. The next
       attempt continues them. The slot of a reserved group and the waiting prompt name the newest prefix.
-    - The prefix of a committed group that a checkpoint *splits*: the learner would lose some of its tokens, not all.
+    - The prefix of a committed group that a checkpoint *splits*: a learner that goes back to this checkpoint loses
+      some tokens of the group, and not all.
 
     This class counts the tokens of prefixes that were continued or dropped, and collects the keys of prefixes that no
     attempt needs. `not_loaded` has the keys of ready groups whose rows are only in the checkpoint that a learner
@@ -170,8 +173,8 @@ class KeptRows:
 
     def release(self, *, complete: int | None) -> tuple[str, ...]:
         """Records that the newest complete checkpoint is the one of step `complete`, and stops keeping groups and
-        prefixes that only earlier checkpoints needed; with None, all. Returns the keys of the groups that are not
-        retained any longer; their rows may be cleared."""
+        prefixes that only earlier checkpoints needed; with None, stops keeping all. Returns the keys of the groups that
+        are not retained any longer; their rows may be cleared."""
         self._complete = complete
         if complete is None:
             self._snapshot = None
@@ -235,8 +238,9 @@ class KeptRows:
         return keys
 
     def store(self, slot: Slot, prefix: Prefix) -> None:
-        """Records what the data plane has of a reserved group now. The prefix of an earlier attempt is not needed any
-        longer: the new one has its tokens, unless the attempt could not read it."""
+        """Records that the data plane now has `prefix` of a reserved group. The prefix of an earlier attempt is not
+        needed any longer: the new prefix has its tokens. Tokens that the new prefix lacks, because the attempt could
+        not read them, are counted as dropped."""
         before, slot.prefix = slot.prefix, prefix
         if before is not None and before.attempt != prefix.attempt:
             self._count_dropped(before.tokens - prefix.continued_tokens)
@@ -245,8 +249,8 @@ class KeptRows:
     def commit(self, slot: Slot, meta: GroupMeta) -> None:
         """Counts the tokens of the ticket's prefix that a committed attempt continued, and those that it dropped.
 
-        Marks what is stored as unneeded (`take_unneeded`). If a checkpoint splits the group, the newest prefix that was
-        reported stays until `release`.
+        Marks the group's stored tokens as unneeded (`take_unneeded`). If a checkpoint splits the group, the newest
+        prefix that was reported stays until `release`.
         """
         self._count_continued(slot, meta)
         if not self._splits(meta):
@@ -274,7 +278,7 @@ class KeptRows:
         self._count_dropped(prefix.tokens)
 
     def without_prefix(self, prompt: WaitingPrompt) -> WaitingPrompt:
-        """Returns a waiting prompt without its prefix, whose tokens are counted as dropped. Its rows may be cleared."""
+        """Returns a waiting prompt without its prefix, whose tokens are counted as dropped and marked as unneeded."""
         assert prompt.prefix is not None, f"group {prompt.group} has no prefix"
         self.drop(prompt.prefix)
         self._forget(prompt.group, prompt.prefix)
@@ -282,8 +286,8 @@ class KeptRows:
 
     def surviving(self, prefix: Prefix | None, lineage: Lineage) -> Prefix | None:
         """Returns the part of a prefix before its first token of a dead version: one from which the weights of
-        `lineage` are not made. Its `tokens` then counts the later tokens too, because the record does not tell them
-        apart. Counts a prefix that has no such part as dropped, and returns None."""
+        `lineage` are not made. `tokens` of the result counts the later tokens too, because the record does not tell
+        them apart. Counts a prefix that has no such part as dropped, and returns None."""
         if prefix is None:
             return None
         versions = tuple(filter(lineage.has, prefix.versions))
@@ -374,7 +378,7 @@ class Groups:
     # --- prompts, and the attempts at them ----------------------------------------------------------------------
 
     def next_prompt(self, *, actor: str) -> WaitingPrompt | None:
-        """Returns the earliest prompt at the front, else a new prompt; None if there is neither.
+        """Returns the earliest waiting prompt, else a new prompt; None if there is neither.
 
         A prompt that failed on the replica of `actor`, also on an earlier actor of this replica, comes last as long as
         there is a healthy replica that has not tried the prompt.
@@ -411,9 +415,9 @@ class Groups:
         self, ticket: Ticket, *, issued: bool, failed: bool = False, prefix: Prefix | None = None
     ) -> WaitingPrompt:
         """Makes the entry with which the prompt of an ended ticket waits for its next attempt, and counts a retry. The
-        caller adds the entry to the front with `wait`. `issued` says whether the ledger already counts the group as
-        reserved. With `failed`, the ticket's actor joins those on which an attempt at the group has failed. The next
-        attempt continues the tokens of `prefix`."""
+        caller adds the entry to the waiting prompts with `wait`. `issued` says whether the ledger already counts the
+        group as reserved. With `failed`, the ticket's actor joins those on which an attempt at the group has failed.
+        The next attempt continues the tokens of `prefix`."""
         self.ledger.count(Event.RETRY)
         return WaitingPrompt(
             group=ticket.group,
@@ -436,9 +440,9 @@ class Groups:
     def is_last_attempt(self, ticket: Ticket) -> bool:
         """Returns whether the group fails if this attempt fails.
 
-        It does if `max_attempts` attempts count, with this one. Attempts on actors that were quarantined do not count,
-        but the group also fails after twice as many attempts of both kinds: a prompt that ends every engine must not be
-        tried for ever.
+        It fails if `max_attempts` attempts count, this one included. Attempts on actors that were quarantined do not
+        count, but the group also fails after twice as many attempts of both kinds: a prompt that ends every engine must
+        not be tried for ever.
         """
         failed_on, most = [*ticket.failed_on, ticket.replica], self.limits.max_attempts
         counted = sum(not self._fleet.is_excused(actor) for actor in failed_on)
@@ -577,12 +581,13 @@ class Groups:
         self.unconfirmed[slot.ticket.key] = slot
 
     def unconfirmed_before(self, cutoff_s: float) -> list[Slot]:
-        """Returns the reserved groups that are not confirmed since before `cutoff_s`. Takes O(their number)."""
+        """Returns the reserved groups that are not confirmed and were last seen before `cutoff_s`. Takes O(their
+        number)."""
         return list(takewhile(lambda slot: slot.last_seen_s < cutoff_s, self.unconfirmed.values()))
 
     def sort_by_time(self) -> None:
         """Puts the groups with a slot into the order of their reserves, and those that are not confirmed into the order
-        of their times, after groups have entered in another order."""
+        of `last_seen_s`, after groups have entered in another order."""
         self.open = dict(sorted(self.open.items(), key=lambda each: each[1].reserved_at_s))
         self.unconfirmed = dict(sorted(self.unconfirmed.items(), key=lambda each: each[1].last_seen_s))
 
@@ -624,7 +629,7 @@ class Groups:
         self._end(slot, Fate.FILTERED, tokens=meta.generated_tokens)
 
     def retry(self, slot: Slot) -> bool:
-        """Ends an attempt at a reserved group without a result, and puts the prompt at the front.
+        """Ends an attempt at a reserved group without a result, and puts the prompt ahead of all new prompts.
 
         Returns False if it was the last attempt; then the group has failed.
         """
@@ -636,8 +641,9 @@ class Groups:
         return True
 
     def restart(self, slot: Slot) -> None:
-        """Ends an attempt at a straggler that is not the last one (`staleness.on_deadline: requeue`). The next attempt
-        begins without a prefix, because the stored tokens are as old as this attempt, which is too old."""
+        """Ends an attempt at a straggler, and puts the prompt ahead of all new prompts (`staleness.on_deadline:
+        requeue`). The attempt must not be the last one. The next attempt begins without a prefix, because the stored
+        tokens are as old as this attempt, which is too old."""
         if slot.prefix is not None:
             self.kept.drop(slot.prefix)
         self._count_thrown_away(slot.sampled_tokens - slot.stored_tokens)
@@ -647,7 +653,7 @@ class Groups:
 
     def interrupt(self, slot: Slot, meta: GroupMeta, *, lineage: Lineage) -> None:
         """Ends an attempt at a reserved group that has a token of a dead version: one from which the weights of
-        `lineage` are not made. The prompt goes to the front, and the attempt does not count against
+        `lineage` are not made. The prompt goes ahead of all new prompts, and the attempt does not count against
         `buffer.max_attempts`. The next attempt continues the stored tokens before the first one of a dead version."""
         if meta.stored is not None:
             self.kept.store(slot, meta.stored)
@@ -675,8 +681,8 @@ class Groups:
         self.wait(self.next_attempt(slot.ticket, issued=True, failed=True, prefix=slot.prefix))
 
     def _count_thrown_away(self, tokens: int) -> None:
-        """Counts tokens of an attempt that ends without a commit. Stored tokens are counted when they are dropped. The
-        number is not positive if an actor has stored more than it had reported."""
+        """Counts tokens of an attempt that ends without a commit. Stored tokens are counted when they are dropped.
+        `tokens` is negative if an actor has stored more tokens than it had reported; then nothing is counted."""
         self.ledger.count(Event.TOKENS_THROWN_AWAY, max(0, tokens))
 
     def _leave_reserved(self, slot: Slot) -> None:
@@ -738,14 +744,14 @@ class Groups:
         return tuple(slot.ticket.key for slot in slots)
 
     def lose_rows(self, slots: Collection[Slot]) -> None:
-        """Ends ready groups whose rows are lost. Their prompts go to the front."""
+        """Ends ready groups whose rows are lost. Their prompts go ahead of all new prompts."""
         self._leave_ready(slots)
         for slot in slots:
             self.reissue(slot, Fate.ROWS_LOST)
 
     def reissue(self, slot: Slot, fate: Fate) -> None:
-        """Records the final fate of an attempt that holds no slot any longer, and puts the prompt at the front. If the
-        attempt was not committed, the next one continues the tokens that it has stored.
+        """Records the final fate of an attempt that holds no slot any longer, and puts the prompt ahead of all new
+        prompts. If the attempt was not committed, the next one continues the tokens that it has stored.
 
         The ledger counts the next attempt at such a prompt as newly issued.
         """
@@ -761,8 +767,8 @@ class Groups:
         self._ready_tokens += slot.tokens
 
     def _leave_ready(self, slots: Collection[Slot]) -> None:
-        """Removes any ready groups, and frees their slots. Takes O(n). It is for lost and dropped rows, which are
-        rare and affect many groups at once."""
+        """Removes some of the ready groups, and frees their slots. Takes O(n). It is for lost and dropped rows, which
+        are rare and affect many groups at once."""
         for slot in slots:
             del self.ready[slot.ticket.group]
             self._ready_tokens -= slot.tokens
@@ -810,8 +816,9 @@ class Groups:
         )
 
     def ledger_entry(self, *, of_ack: bool) -> LedgerEntry:
-        """Returns the ledger's entry of this moment. `of_ack` begins a new list of ended groups; otherwise the open
-        groups are counted one by one. Takes O(slots), because the entry lists all open groups."""
+        """Returns the ledger's entry of this moment. With `of_ack`, the next entry has only groups that end after this
+        call; without it, the open groups are counted one by one. Takes O(slots), because the entry lists all open
+        groups."""
         account = self.account() if of_ack else self.recount()
         entry = LedgerEntry(
             prompts=self.issued,

@@ -13,8 +13,8 @@ Tokens are generated tokens. A group has none until its commit, which adds its t
 the tokens of a reserved or failed group are 0. A reserved group that `staleness.on_deadline: drop` drops gets the
 tokens that its replica reported last.
 
-The end of an attempt by expiry or retry is not a fate. The group stays `reserved` while its prompt waits at the front
-for the next attempt. A group whose rows were lost has the fate `rows_lost`, and the next attempt at its prompt counts
+The end of an attempt by expiry or retry is not a fate. The group stays `reserved` while its prompt waits for the
+next attempt. A group whose rows were lost has the fate `rows_lost`, and the next attempt at its prompt counts
 as newly issued.
 """
 
@@ -50,12 +50,12 @@ class Event(StrEnum):
     """Events that are counted but are not fates of groups. Some count calls that the buffer refused: such a call has
     changed nothing but this count.
 
-    FILTER_LIMIT: a group with equal rewards was not filtered, because the most that may be filtered for one step
-    already were. PREFIX_CONTINUED: a group was committed whose attempt began with the stored tokens of an earlier one.
-    PREFIX_DROPPED: stored tokens of an attempt were not continued by a later one. TOKENS_CONTINUED and TOKENS_DROPPED
-    count the tokens of these prefixes. TOKENS_THROWN_AWAY counts sampled tokens that are lost because their attempt
-    ended without a commit, and that are not stored for the next attempt. Such an attempt is a straggler that begins
-    again, a failed rollout, or a rollout on a lost replica. Its replica has reported the number.
+    FILTER_LIMIT: a group with equal rewards was not filtered, because the largest allowed number of groups was already
+    filtered for this step. PREFIX_CONTINUED: a group was committed whose attempt began with the stored tokens of an
+    earlier one. PREFIX_DROPPED: stored tokens of an attempt were not continued by a later one. TOKENS_CONTINUED and
+    TOKENS_DROPPED count the tokens of these prefixes. TOKENS_THROWN_AWAY counts sampled tokens that are lost because
+    their attempt ended without a commit, and that are not stored for the next attempt. Such an attempt is a straggler
+    that begins again, a failed rollout, or a rollout on a lost replica. Its replica has reported the number.
     """
 
     ATTEMPT = "attempt"
@@ -204,11 +204,12 @@ class Ledger:
 # Counts failed rollouts, rewards and tool calls, keeps the first failure of each kind, and detects too many DATA
 # failures of groups without a commit in between.
 #
-# Memory is bounded, because the set of reasons is bounded and texts are cut (`Failure`). Agents name tools and the
-# types of their errors. From `MAX_KINDS` kinds on, a new one counts under its reason only. This module is pure.
+# Memory is bounded, because the set of reasons is bounded and texts are cut (`Failure`). The names of tools and of
+# types of errors come from user code, and may be any number. So from `MAX_KINDS` kinds of failures on, a failure of a
+# new kind counts under its reason only. This module is pure.
 
 MAX_KINDS = 200
-"""The number of kinds of failures from which on new tools and types of errors are not told apart."""
+"""Number of kinds of failures from which on a new tool or type of error is not counted as a kind of its own."""
 
 
 class FailureState(msgspec.Struct, frozen=True, kw_only=True):
@@ -284,5 +285,5 @@ class FailureLog:
             self.streak = None
 
     def counts(self) -> tuple[FailureCount, ...]:
-        """Returns one count for each class and reason, in the order of the first failures."""
+        """Returns one count for each class, reason, tool and type of error, in the order of the first failures."""
         return tuple(self._counts.values())

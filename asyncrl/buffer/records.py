@@ -4,7 +4,8 @@ They are frozen msgspec structs without tensors. This module imports neither tor
 are in the data plane under the group's key (`<group>.<attempt>`), the row of a sample under `<group>.<attempt>_g<i>`.
 
 Records of which the buffer has many have `gc=False`: they are never part of a cycle of references, so Python's garbage
-collector need not look at them. With 100,000 groups, it took 40 % of the buffer's time.
+collector need not look at them. Without this, the collector took 40 % of the buffer's
+time with 100,000 groups.
 """
 
 from enum import StrEnum
@@ -23,9 +24,9 @@ class Refusal(StrEnum):
     STALENESS: more groups at the replica's version could be too old when they are trained (rule (1) of `staleness.py`).
     CAPACITY: the buffer is full. NO_PROMPTS: the prompts have run out. NO_STEPS: the groups in flight already fill
     every step up to `total_steps`. PAUSED: admission is paused. TOO_MANY_FAILURES: the run is about to end, because
-    `generator.max_data_failures` groups failed in a row. OLD_INCARNATION: the learner's weights are not made from this
-    version (`asyncrl.common.version`). UNHEALTHY: the replica gets no tickets for a while, because rollouts on it
-    failed in a row, or because it sends no heartbeats. QUARANTINED: it gets no tickets any more, and must end.
+    `generator.max_data_failures` groups failed in a row. OLD_INCARNATION: the learner's weights are not made from the
+    replica's version (`asyncrl.common.version`). UNHEALTHY: the replica gets no tickets for a while, because rollouts
+    on it failed in a row, or because it sends no heartbeats. QUARANTINED: it gets no tickets any more, and must end.
     """
 
     STALENESS = "staleness"
@@ -82,8 +83,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class Ticket(Attempt, frozen=True, kw_only=True, gc=False):
     """Permission to generate one group. One actor of a replica holds it until commit, failure or expiry.
 
-    `replica` is the name of this actor, not of its replica. Checkpoints have the field under this name. `version` is
-    the actor's version at the reserve. `deadline` is the last step that may train the group: `oldest` +
+    `replica` is the name of this actor, not of its replica. The field keeps its name, because checkpoints have it.
+    `version` is the actor's version at the reserve. `deadline` is the last step that may train the group: `oldest` +
     `max_staleness_versions` at the time of the reserve.
     """
 
@@ -106,7 +107,8 @@ class Ticket(Attempt, frozen=True, kw_only=True, gc=False):
 
 
 def oldest_step(version: Version, prefix: Prefix | None) -> int:
-    """Returns the smallest step of a token of a group that a replica at `version` generates, from `prefix` on.
+    """Returns the smallest step of a version that generates a token of a group, if a replica at `version` continues
+    `prefix`; without a prefix, the step of `version`.
 
     The replica may be older than the tokens of the prefix, because another replica generated them.
     """
@@ -114,7 +116,8 @@ def oldest_step(version: Version, prefix: Prefix | None) -> int:
 
 
 class WaitingPrompt(Attempt, frozen=True, kw_only=True, gc=False):
-    """A prompt that waits for an attempt. If `issued` is True, the ledger already counts its group as reserved."""
+    """A prompt that waits for an attempt, ahead of all new prompts. If `issued` is True, the ledger already counts its
+    group as reserved."""
 
     issued: bool
 
@@ -126,7 +129,8 @@ class HeldReport(msgspec.Struct, frozen=True, kw_only=True):
     has the new tickets, and those whose number of tokens has changed since the last heartbeat that was answered. It
     maps the key of a ticket to the number of completion tokens that all samples of the group have so far. The number is
     0 while the rollout waits for its start. The engine reports it from time to time, so it may be a few tokens behind.
-    `prefixes` has what the attempts have stored since. If `complete`, `tokens` has all tickets that the actor holds.
+    `prefixes` has, by key, the partial generations that attempts have stored since then. If `complete`, `tokens` has
+    all tickets that the actor holds.
     """
 
     number: int
@@ -172,16 +176,16 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     `oldest` and `newest` are the steps of the oldest and newest version that generated a token of the group. Tuples
     have one entry for each sample; a reward is None if it failed and its sample is left out. `version_spans` has runs
     of completion tokens with equal versions, in order. `row_bytes` is the size of the group's rows in the data plane,
-    bytes: of `prompt_tokens` that all samples share, of `completion_tokens` that were sampled, and of `read_tokens`
-    that a sample read in between, such as the output of a tool; these are empty if no sample read any. `components` has
-    the components of the rewards by name, None for a reward that failed; it is empty if the rewards have none. `equal`
-    is whether the rewards that the advantage estimator compares are all equal; it is computed only with
-    `zero_variance: resample`. `part` is the part of a mixture that the task belongs to. `continued_tokens`
-    is the number of completion tokens that the attempt took from the prefix of its ticket. `stored` is the last partial
-    generation that the attempt has stored. `row_checksums` identify the rows for the audit, and `prompt` is the
-    checksum of the prompt that the replica got, None if it computed none (`asyncrl.data.row_checksums`). `turns` has
-    the calls of the model by each sample's agent; it is empty without agents. `tool_calls` is the number of the model's
-    tool calls, of which `failed_tool_calls` failed.
+    bytes. A row has `prompt_tokens`, which all samples share, `completion_tokens`, which were sampled, and
+    `read_tokens`, which the sample read in between, such as the output of a tool; `read_tokens` is empty if no sample
+    read any. `components` has the components of the rewards by name, None for a reward that failed; it is empty if the
+    rewards have none. `equal` is whether the rewards that the advantage estimator compares are all equal; it is
+    computed only with `zero_variance: resample`. `part` is the part of a mixture that the task belongs to.
+    `continued_tokens` is the number of completion tokens that the attempt took from the prefix of its ticket. `stored`
+    is the last partial generation that the attempt has stored. `row_checksums` identify the rows for the audit, and
+    `prompt` is the checksum of the prompt that the replica got, None if it computed none
+    (`asyncrl.data.row_checksums`). `turns` has the calls of the model by each sample's agent; it is empty without
+    agents. `tool_calls` is the number of the model's tool calls, of which `failed_tool_calls` failed.
     """
 
     group: int
@@ -257,14 +261,15 @@ class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CommitOutcome(StrEnum):
-    """The result of a commit. Only ACCEPTED and FILTERED change the buffer; the other results are counted.
+    """The result of a commit. ACCEPTED and FILTERED change the groups. The other results are only counted, except that
+    OLD_INCARNATION also ends the attempt if weights that the learner has lost generated some of its tokens.
 
     FILTERED: all rewards of the group are equal, so it is not trained, and another prompt takes its slot
     (`algorithm.zero_variance: resample`). LATE: the ticket has ended before, for example by expiry. UNKNOWN: there was
     no such ticket, or the buffer has forgotten it (`LAST_ATTEMPTS`). OLD_INCARNATION: weights that the learner has lost
-    generated some of the tokens, so the group is generated again, or there was no such incarnation of the learner. For
-    these four the caller must clear the rows that it stored. DUPLICATE: this attempt is committed already, because the
-    call was repeated; its rows must stay.
+    generated some of the tokens, so the group is generated again; or there was no such incarnation of the learner. For
+    these four outcomes, the caller must clear the rows that it stored. DUPLICATE: this attempt is committed already,
+    because the call was repeated; its rows must stay.
     """
 
     ACCEPTED = "accepted"
@@ -346,9 +351,10 @@ class LeaseWait(StrEnum):
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of the buffer: the number of groups in each state, unless the name has another unit.
 
-    `waiting` prompts are at the front for their next attempt and hold no slot. `oldest_group_age_s` is the time since
-    the reserve of the group that has held a slot for longest, or since the restore of the snapshot in which it was
-    ready. `lease_wait` is the answer to the last lease call; None if that call got a lease.
+    `waiting` counts the prompts that wait for their next attempt, ahead of all new prompts, and hold no slot.
+    `oldest_group_age_s` is the time since the reserve of the group that has held a slot for longest, or since the
+    restore of the snapshot in which it was ready. `lease_wait` is the answer to the last lease call; None if that call
+    got a lease.
     """
 
     reserved: int
@@ -442,13 +448,14 @@ class FailedTicket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureCount(msgspec.Struct, frozen=True, kw_only=True):
-    """Failures of one class and reason.
+    """Failures of one class and reason, and of one tool or one type of error if the failures have it. `first` is the
+    first of them.
 
     `rollouts` is the number of failed rollouts, with those of held-out evaluations. `groups` is the number of groups
     that ended with such a failure. The two differ because a group is tried again after an INFRA failure, and because
     rollouts of held-out evaluations belong to no group. `samples` is the number of completions whose reward failed, but
-    whose group was committed (`environment.on_error`). `tool_calls` is the number of failed calls of a tool in such
-    groups.
+    whose group was committed (`environment.on_error`). `tool_calls` is the number of failed calls of a tool in
+    committed groups.
     """
 
     rollouts: int = 0
@@ -464,7 +471,8 @@ class FailureCount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureStreak(msgspec.Struct, frozen=True, kw_only=True):
-    """The DATA failures since the last group that was committed: the number of groups, the first and the last one."""
+    """The failures of class DATA since the last group that was committed: the number of failed groups, and the first
+    and the last failure."""
 
     groups: int
     first: Failure

@@ -66,8 +66,8 @@ class ReplayBuffer:
 
     `prompts` issues the new prompts: group n has the n-th one. `clock` returns monotonic seconds. A lease has the tasks
     of its first `groups_logged` groups. Before each lease, up to `most_filtered` groups whose rewards are all equal are
-    filtered. The order of the prompts and their seeds depend only on their source, so that a run with η = 0 trains the
-    same batches as a sequential loop.
+    filtered, that is, not trained. The order of the prompts and their seeds depend only on their source, so that a run
+    with η = 0 trains the same batches as a sequential loop.
 
     The owner of the buffer may read these attributes, and tell `fleet` and `failures` what happened:
 
@@ -136,7 +136,8 @@ class ReplayBuffer:
         return self.groups.recount()
 
     def ledger_entry(self, *, of_ack: bool) -> LedgerEntry:
-        """Returns the ledger's entry of this moment, for the audit. `of_ack` begins a new list of ended groups."""
+        """Returns the ledger's entry of this moment, for the audit. With `of_ack`, the next entry has only groups that
+        end after this call."""
         return self.groups.ledger_entry(of_ack=of_ack)
 
     def counts(self) -> Counts:
@@ -162,13 +163,14 @@ class ReplayBuffer:
         """Continues from a snapshot as the live incarnation of `lineage`, which began at `snapshot.version`.
 
         The source of the prompts must continue after the first `snapshot.next_group` prompts. The rows of the groups
-        that were ready must be loaded before the next call of `lease`; `rows_lost` names those that are not there.
+        that were ready must be loaded before the next call of `lease`. Groups whose rows cannot be loaded are passed to
+        `rows_lost`.
 
         If this buffer has groups, its learner has died and another one goes back to the snapshot. The steps after the
         snapshot, and their weights, are lost. A group stays if no token of it is of lost weights, also if a lost step
-        has trained it and it is retained. Actors go on with their tickets. `loaded` has the last version that each
-        actor reported. The ledger is that of the snapshot and of the groups that stay. A committed group of which only
-        the later tokens are of lost weights is generated again from its stored first tokens. Returns the number of
+        has trained it and its rows are retained. Actors go on with their tickets. `loaded` has the last version that
+        each actor reported. The ledger is that of the snapshot and of the groups that stay. A committed group of which
+        only the later tokens are of lost weights is generated again from its stored first tokens. Returns the number of
         these first tokens.
         """
         earlier, self.groups = self.groups, self._new_groups()
@@ -190,7 +192,7 @@ class ReplayBuffer:
     def renew(self, actor: str, *, held: HeldReport, version: Version | None = None) -> Renewal | None:
         """Renews the tickets of an actor that sent a heartbeat, and records the progress that it reports. `version` is
         the version that the actor has loaded. Returns None for a late heartbeat, which changes nothing. A repeated
-        one gets its answer again.
+        heartbeat is answered again.
 
         A ticket that a heartbeat has named once is renewed by every later heartbeat. So the work does not depend on the
         number of tickets, but only on what has changed. A ticket whose reserve reply was lost is never named, so it
@@ -289,10 +291,10 @@ class ReplayBuffer:
     def fail(self, key: str, *, incarnation: int, failure: Failure) -> bool:
         """Ends an attempt whose rollout failed. Returns False if the ticket had ended already.
 
-        After an INFRA failure the prompt goes to the front, until it has had `max_attempts` attempts, and the replica
-        may have to pause (`fleet.py`). A DATA failure, or the last attempt, ends the group, and another prompt may take
-        its slot. The failure is kept with the prompt of the ticket. After `max_data_failures` DATA failures in a row,
-        no more tickets and leases are issued: see `Refusal.TOO_MANY_FAILURES`.
+        After an INFRA failure the prompt goes ahead of all new prompts, until it has had `max_attempts` attempts, and
+        the replica may have to pause (`fleet.py`). A DATA failure, or the last attempt, ends the group, and another
+        prompt may take its slot. The failure is kept with the prompt of the ticket. After `max_data_failures` DATA
+        failures in a row, no more tickets and leases are issued: see `Refusal.TOO_MANY_FAILURES`.
         """
         slot = self.groups.reserved.get(key)
         if slot is None or incarnation != slot.ticket.version.incarnation:
@@ -309,7 +311,8 @@ class ReplayBuffer:
 
     def expire(self) -> tuple[str, ...]:
         """Quarantines actors that were silent for the timeout. Ends the tickets of quarantined actors, and tickets
-        that no heartbeat has named within the timeout. A prompt goes to the front, unless this was its last attempt.
+        that no heartbeat has named within the timeout. Their prompts go ahead of all new prompts, unless this was the
+        last attempt.
 
         Returns the keys of these tickets; rows under them may be cleared.
         """
@@ -336,7 +339,7 @@ class ReplayBuffer:
         return None if room.groups else room.refusal
 
     def _loaded(self, actor: str, life: Life, *, step: int) -> None:
-        """Records the step of the weights that an actor has loaded. Its rollouts go on with these weights."""
+        """Records the step of the weights that an actor has loaded. The actor's rollouts go on with these weights."""
         if step > life.step:
             life.step = step
             for slot in self.groups.held.get(actor, {}).values():
@@ -344,8 +347,8 @@ class ReplayBuffer:
                     slot.newest_step = max(slot.newest_step, step)
 
     def _admission(self, version: Version, *, actor: str | None = None) -> Admission:
-        """Returns how many groups an actor at `version` may reserve now, and the reason why not more; for a healthy
-        one if `actor` is None."""
+        """Returns how many groups an actor at `version` may reserve now, and the reason why not more. If `actor` is
+        None, returns this for a healthy actor."""
         if actor is not None and (refusal := self.fleet.refusal(actor)) is not None:
             return Admission(0, refusal)
         if not self.lineage.has(version):
@@ -365,8 +368,8 @@ class ReplayBuffer:
         )
 
     def _is_filtered(self, meta: GroupMeta) -> bool:
-        """Returns whether a group is not trained because all of its rewards are equal, and records its reward. At most
-        `most_filtered` groups are filtered before a lease."""
+        """Returns whether a group is filtered, that is, not trained because all of its rewards are equal. Records the
+        reward of a filtered group. At most `most_filtered` groups are filtered before a lease."""
         rewards = meta.known_rewards
         if not self._most_filtered or not meta.equal:
             return False
@@ -412,7 +415,7 @@ class ReplayBuffer:
         With `drop_last`, the groups of a short step are dropped instead: see `dropped`. Stragglers that block the lease
         are treated as `on_deadline` says: see `cancelled` and `stragglers`.
 
-        A learner that restored a checkpoint has loaded the rows of its ready groups before the first call.
+        A learner that restores a checkpoint must load the rows of the ready groups before its first lease call.
         """
         self.groups.kept.not_loaded.clear()
         if self._lease is not None:
@@ -438,8 +441,9 @@ class ReplayBuffer:
         return self._end_lease(incarnation, step, fate=Fate.SKIPPED)
 
     def release(self, *, complete: int | None) -> tuple[str, ...]:
-        """Stops retaining groups that only checkpoints before the newest complete one, of step `complete`, need; with
-        None, all, because the run ends. Returns the keys of these groups, whose rows may be cleared."""
+        """Stops retaining the groups that only checkpoints older than the newest complete one need. `complete` is the
+        step of the newest complete checkpoint; None stops retaining all groups, because the run ends. Returns the keys
+        of these groups, whose rows may be cleared."""
         return self.groups.kept.release(complete=complete)
 
     def give_back(self, incarnation: int, step: int) -> bool:
@@ -455,7 +459,7 @@ class ReplayBuffer:
         return True
 
     def rows_lost(self, keys: Iterable[str]) -> tuple[str, ...]:
-        """Removes ready groups whose rows are lost. Their prompts go to the front for the next attempt.
+        """Removes ready groups whose rows are lost. Their prompts wait for the next attempt, ahead of all new prompts.
 
         Returns the keys of these groups. Keys of groups that are not ready are counted and ignored. This includes
         leased groups, because the learner may have read their rows already: it must give the lease back first.
@@ -563,12 +567,13 @@ class ReplayBuffer:
 
     def never_committed(self, keys: Iterable[str]) -> tuple[str, ...]:
         """Returns those of `keys` whose attempts have ended without a commit. No commit of them can be accepted, so
-        their rows may be cleared. Keys of groups that were never issued are left out, and names of another form."""
+        their rows may be cleared. Leaves out keys of attempts that were never issued, and names of another form."""
         groups = self.groups
         return tuple(key for key in keys if (ticket := parsed_key(key)) and groups.is_never_committed(*ticket))
 
     def without_slot(self, keys: Iterable[str]) -> tuple[str, ...]:
-        """Returns those of `keys` that are keys of groups, but of none that is reserved, ready, leased or retained."""
+        """Returns those of `keys` that have the form `<group>.<attempt>`, but whose attempt is not reserved, ready,
+        leased or retained."""
         groups = self.groups
         held = {slot.ticket.key for slot in (*groups.open.values(), *groups.kept.retained())}
         return tuple(key for key in keys if parsed_key(key) and key not in held)
@@ -605,7 +610,8 @@ def _check_commit(meta: GroupMeta, ticket: Ticket, *, limits: Limits, step: int)
         raise ValueError(f"group {meta.key} has {sorted(lengths)} samples, but learner.group_size is {size}")
     if not meta.known_rewards or not all(map(math.isfinite, meta.known_rewards)):
         raise ValueError(
-            f"group {meta.key} has rewards {meta.rewards}; a sample must have a reward, and all rewards must be finite"
+            f"group {meta.key} has rewards {meta.rewards}; at least one sample must have a reward, and all "
+            "rewards must be finite"
         )
     if not 0 <= meta.row_bytes <= limits.worst_group_bytes:
         raise ValueError(
@@ -621,12 +627,12 @@ def _check_commit(meta: GroupMeta, ticket: Ticket, *, limits: Limits, step: int)
 # generated tokens first:
 #
 #     wait       nothing: the learner waits
-#     requeue    the attempt ends, and the prompt goes to the front
+#     requeue    the attempt ends, and the prompt goes ahead of all new prompts
 #     drop       the group ends with the fate `dropped`, and another prompt takes its place
 #     mask       the group stays and gets the deadline newest + η, where newest is its actor's version
 #
-# If rule (2) then fails at a later deadline, the same is done there. If the policy cannot act on enough groups, it acts
-# on none: the learner would have to wait all the same, and the work would be lost for nothing. Pure.
+# If rule (2) then fails at a later deadline, the same is done for that deadline. If the policy cannot act on enough
+# groups, it acts on none: the learner would have to wait all the same, and the work would be lost for nothing. Pure.
 
 
 def stragglers(

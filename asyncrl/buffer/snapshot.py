@@ -5,8 +5,8 @@ because the buffer is a state machine without threads. It holds no lease: a leas
 has not been trained.
 
 If the buffer died, all of its groups come from the snapshot. If only the learner died, the buffer has changed since the
-snapshot. Groups without a token of lost weights (those of steps after the snapshot) stay, and the others are generated
-again.
+snapshot, and the weights of the steps after the snapshot are lost. Groups without a token of lost weights stay, and the
+others are generated again.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,7 +25,8 @@ class BufferSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     `next_group` is the number of prompts that were issued, so it is also the position in the order of the prompts.
     `last_attempts` has the ended groups whose last attempt was not attempt 0, or was not committed. `ended` has the
     groups that reached a final fate since the last ack. Tickets and prompts have `NO_TASK` instead of their tasks,
-    which are in the data of the run. The format has the number of the checkpoint (`asyncrl.checkpoints.directory`).
+    which are in the data of the run. The number of the checkpoint's format (`asyncrl.checkpoints.directory`) is also
+    that of this record.
     """
 
     version: Version
@@ -65,15 +66,15 @@ def restore(
     loaded: Mapping[str, Version],
     now_s: float,
 ) -> None:
-    """Continues from a snapshot. `groups` is empty, and has the ledger of the snapshot.
+    """Continues from a snapshot. `groups` is empty at the call, and has the ledger of the snapshot.
 
     `earlier` are the groups of a buffer that went on after the snapshot; there are none if that buffer is gone.
     `lineage` is that of the learner that continues, and `loaded` has the last version that each actor reported.
 
     A group that was ready at the snapshot is ready again. Any other group without a token of a dead version (`living`)
-    stays as it is. The remaining prompts go to the front. So does a group without room in the buffer, or in the steps
-    before its deadline: the limits may be smaller than those of the snapshot. No attempt that was issued after the
-    snapshot is issued again, because its actor may still commit it.
+    stays as it is. The prompts of all other groups wait ahead of all new prompts. So does the prompt of a group without
+    room in the buffer, or in the steps before its deadline: the limits may be smaller than those of the snapshot. No
+    attempt that was issued after the snapshot is issued again, because its actor may still commit it.
 
     The stored tokens of a prompt are kept up to the first token of a dead version: one from which the weights of
     `lineage` are not made.
@@ -170,8 +171,8 @@ def _not_issued_since(groups: Groups, prompt: WaitingPrompt, *, earlier: Groups,
 
 
 def _place(groups: Groups, slots: Iterable[Slot], *, step: int) -> None:
-    """Puts restored groups into their slots, or their prompts to the front. The learner is at `step`, which may be an
-    earlier one than before."""
+    """Puts restored groups into their slots. If a group has no room, its prompt goes ahead of all new prompts. The
+    learner is at `step`, which may be an earlier one than before."""
     for slot in sorted(slots, key=lambda each: (each.deadline, each.ticket.group)):
         if _has_room(groups, slot, step=step):
             slot.reserved_step, slot.ready_step = min(slot.reserved_step, step), min(slot.ready_step, step)

@@ -96,11 +96,12 @@ _REFUSALS = (Refusal.NO_STEPS, Refusal.STALENESS, Refusal.CAPACITY, Refusal.CAPA
 
 
 def admissible(limits: Limits, *, slots: int, booked_bytes: int, learner_step: int, replica_step: int) -> Admission:
-    """Returns how many groups a replica may reserve now. The limits are rule (1), which bounds the staleness, the end
-    of the run, and the buffer's capacity.
+    """Returns how many groups a replica may reserve now. There are three limits: the staleness by rule (1), the end of
+    the run, and the buffer's capacity.
 
-    If several limits are equally tight, the refusal is the end of the run before staleness, because new weights would
-    not help. It is staleness before capacity, because the default capacity equals what the staleness limit admits.
+    If several limits are equally tight, the refusal names the end of the run rather than staleness, because newer
+    weights would not help. It names staleness rather than capacity, because the default capacity equals the number of
+    groups that the staleness limit admits.
 
     >>> limits = Limits(max_staleness_versions=1, groups_per_step=4, group_size=2, capacity_groups=8,
     ...     capacity_bytes=800, worst_group_bytes=100, total_steps=9, max_attempts=3,

@@ -11,12 +11,13 @@ share b of their time, n · b replicas are to spare.
 
 These rules keep the number from swinging:
 
-- A decision is about a window of whole steps that lasts at least `dwell_s`. It begins anew after each change, and when
-  the new replicas generate. So there is at most one change in this time.
+- A decision is about a window of whole steps that lasts at least `dwell_s`. A new window begins after each change, and
+  again when the new replicas generate. So there is at most one change in `dwell_s`.
 - The loads at which the pool grows and shrinks are more than one replica apart.
-- The pool does not shrink if the smaller one could not feed the learner, by the groups that a replica made in the last
-  window without blocked slots. Blocked slots alone would be wrong for engines that make each group faster if they have
-  fewer of them. What a replica makes is forgotten after `KNOWN_WINDOWS`, because answers may get shorter meanwhile.
+- The pool does not shrink if a smaller pool could not feed the learner, by the speed at which a replica made groups in
+  the last window without blocked slots. The number of blocked slots alone would mislead, because an engine with fewer
+  groups at a time makes each of them faster. This speed is forgotten after `KNOWN_WINDOWS`, because the length of
+  answers may change meanwhile.
 - A removal that was wrong makes the next one slower (`PATIENCE`).
 
 Pure: `Autoscaler.decide` gets the run's totals, and returns a decision. tests/coordinator/test_autoscaler.py simulates
@@ -40,11 +41,11 @@ removal, this number grows fourfold, at most to `MOST_PATIENCE`: a window of few
 measure."""
 MOST_PATIENCE = 32
 MISSED = 0.5
-"""The pool does not grow if more replicas than this did not live, on average of a window."""
+"""The pool does not grow if more replicas than this did not live, on average over a window."""
 BLOCKED = 0.05
-"""Share of blocked slots up to which a window counts as one without."""
+"""Share of blocked slots up to which a window counts as one without blocked slots."""
 WINDOW_STEPS = 2
-"""Least number of steps in a window. In one step the two sides may wait one after the other."""
+"""Least number of steps in a window. In one step, learner and generators may wait one after the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +155,7 @@ class Autoscaler:
         self._replicas: int | None = None
         self._settling = True  # whether the pool has changed, and not all of its replicas have generated since then
         self._made_by_one: float | None = None  # groups a second, in the last window without blocked slots
-        self._age = 0  # windows since then
+        self._age = 0  # windows since that window
         self._spare_windows = 0  # windows in a row in which a replica was to spare
         self._patience = PATIENCE
         self._removed = False  # whether the last change was a removal
@@ -182,8 +183,9 @@ class Autoscaler:
         return self._change(Window(begin, load, replicas))
 
     def _look_at(self, replicas: int, *, all_live: bool) -> None:
-        """Begins a new window if the number of replicas has changed, and when all of them then generate. A replica that
-        fails and comes back later begins no new window: in a large pool one nearly always does."""
+        """Begins a new window if the number of replicas has changed, and again when all of them then generate. A
+        replica that fails and comes back later begins no new window: in a large pool, some replica nearly always
+        does."""
         if replicas != self._replicas:
             self._replicas, self._settling = replicas, True
             self.forget()

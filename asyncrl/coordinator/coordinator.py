@@ -1,17 +1,17 @@
-"""The coordinator: the door through which all processes of a run reach its groups, deployments and replicas.
+"""The coordinator: the object that all processes of a run call about its groups, deployments and replicas.
 
     generator ──▶ heartbeat, reserve, commit, fail ──┐                ┌──▶ `ReplayBuffer`: decides about each group
     learner ────▶ lease, ack, skip, release, … ──────┼─ Coordinator ──┼──▶ `Waiting`: calls that wait for a change
-    deployment ─▶ attach, leave, restarting, … ──────┘                ├──▶ `Registry`, `Replicas`: who is there
+    deployment ─▶ attach, leave, restarting, … ──────┘                ├──▶ `Registry`, `Replicas`: deployments, replicas
                                                                       └──▶ `Clearing`: rows that no group needs
 
 A call makes the change that `ReplayBuffer` decides, and wakes the calls that wait for such a change. Waits have
-deadlines, and can be cancelled. An expiry clock ends tickets that no heartbeat renews, and quarantines silent actors.
-If the reply with a ticket is lost, no heartbeat names the ticket as held, and it expires.
+deadlines, and can be cancelled. A regular check (expiry) ends tickets that no heartbeat renews, and quarantines silent
+actors. If the reply with a ticket is lost, no heartbeat names the ticket as held, and it expires.
 
 Each call of the learner carries the incarnation that the learner got when it attached. If another learner has taken
-over, the calls of the earlier one raise Fenced and change nothing here. So a learner that was only slow ends at its
-next call, and no step of it is counted.
+over, the calls of the earlier one raise Fenced and change nothing. So a learner that was only slow ends at its next
+call, and no step of it is counted.
 
 A call whose answer was lost is repeated, and the repeated call changes nothing. The answers to `ack`, `skip` and
 `release` are kept until the next such call, because only these answers name the rows that may be cleared, and only the
@@ -157,7 +157,7 @@ class Acked(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to an ack: the state of the run, the ledger's entry of this step, the keys of the step's groups whose
     rows may be cleared, and the snapshot for a checkpoint if it was wanted.
 
-    Entry and snapshot are of the same moment, right after the step. The state may be newer."""
+    All of them are of the same moment, right after the step."""
 
     status: BriefStatus
     ledger: LedgerEntry
@@ -236,8 +236,8 @@ class Coordinator:
         self._expiry: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Starts the expiry clock and the metrics endpoint, which end with the event loop. A second call does
-        nothing."""
+        """Starts the regular expiry of tickets and the metrics endpoint, which end with the event loop. A second call
+        does nothing."""
         if self._expiry is None:
             server = MetricsServer(self._metrics.registry, host=self._config.metrics.host, port=0)
             self.registry.set_endpoint(COORDINATOR, server.address, node=socket.gethostname())
@@ -300,7 +300,7 @@ class Coordinator:
     async def replica_at(
         self, version: Version, *, or_newer: bool = False, other_than: Collection[str], wait_s: float
     ) -> str | None:
-        """Waits up to `wait_s` seconds for a live replica that has loaded `version`, or a newer one if that will do.
+        """Waits up to `wait_s` seconds for a live replica that has loaded `version` (with `or_newer`, or a newer one).
         Returns the name of its actor, or None. Leaves out the actors `other_than`."""
         return await self._waiting.answer(
             lambda: self._replicas.actor_at(version, or_newer=or_newer, other_than=other_than),
@@ -335,15 +335,15 @@ class Coordinator:
         self.registry.set_endpoint(replica_of(actor), report.metrics_address, node=report.node)
         loaded = self._replicas.heard(actor, version=version, free_slots=free_slots)
         if loaded or refused is not None:
-            # A reserve of this actor may now get a ticket, and rule (2) may let the learner go on without its groups
-            # (`staleness.on_deadline: mask`).
+            # A reserve of this actor may now get a ticket. With `staleness.on_deadline: mask`, the actor's groups may
+            # now get a later deadline, and the learner its lease.
             self._waiting.tickets.wake_actor(actor)
             self._waiting.leases.wake_all()
             self._waiting.loads.wake_all()
         return renewal
 
     async def leave(self, actor: str) -> None:
-        """Removes a replica whose actor ends cleanly, for good. The tickets of the actor expire at once."""
+        """Removes for good a replica whose actor ends cleanly. The tickets of the actor expire at once."""
         self.buffer.fleet.retire(replica_of(actor))
         self._without(actor, lost=False)
 
@@ -359,8 +359,8 @@ class Coordinator:
         self._without(actor, lost=True)
 
     def _without(self, actor: str, *, lost: bool) -> None:
-        """Forgets a replica's actor that has ended or must not be used, and expires its tickets. `lost`: it did not end
-        cleanly."""
+        """Forgets a replica's actor that has ended or must not be used, and expires its tickets. `lost` is True if the
+        actor did not end cleanly."""
         if self._replicas.forget(actor):
             self.registry.set_endpoint(replica_of(actor), "")
             self.buffer.ledger.count(Event.REPLICA_LOST, int(lost))
@@ -399,7 +399,8 @@ class Coordinator:
         return reservation
 
     async def commit(self, metas: Sequence[GroupMeta]) -> list[CommitOutcome]:
-        """Makes generated groups ready, whose rows are stored, or filters them. Returns one outcome for each."""
+        """Makes generated groups ready, or filters them. Their rows must be stored already. Returns one outcome for
+        each group."""
         outcomes = [self.buffer.commit(meta) for meta in metas]
         if not {CommitOutcome.ACCEPTED, CommitOutcome.FILTERED}.isdisjoint(outcomes):
             self.registry.progressed()
@@ -491,16 +492,17 @@ class Coordinator:
         self._waiting.tickets.wake()
 
     async def rows_lost(self, incarnation: int, keys: Sequence[str]) -> None:
-        """Removes ready groups whose rows are lost, e.g. with their node. Their prompts are the next ones to be
-        generated again. Keys of groups that are not ready are counted and ignored."""
+        """Removes ready groups whose rows are lost, e.g. with their node. Their prompts are generated again, ahead of
+        all new prompts. Keys of groups that are not ready are counted and ignored."""
         self._check_learner(incarnation)
         self.buffer.rows_lost(keys)
         self._waiting.tickets.wake()
 
     def release(self, incarnation: int, complete: int | None) -> tuple[str, ...]:
-        """Releases the groups that were retained for a learner that goes back to a checkpoint, as far as the checkpoint
-        of step `complete` does not need them; with None, all, because the run ends. Returns their keys; their rows may
-        be cleared. A call that releases nothing new returns the keys of the last call with the same `complete`."""
+        """Stops retaining groups for a learner that goes back to a checkpoint, as far as the checkpoint of step
+        `complete` and newer ones do not need them; with None, all groups, because the run ends. Returns the keys of
+        these groups; their rows may be cleared. A call that releases nothing new returns the keys of the last call with
+        the same `complete`."""
         self._check_learner(incarnation)
         clearable = self.buffer.release(complete=complete)
         if clearable or self._released is None or self._released[0] != (incarnation, complete):
@@ -596,9 +598,9 @@ class Coordinator:
         A learner that replaces another one gets a new incarnation: the live one of the lineage. All of a learner's
         calls carry its incarnation. The calls of a replaced learner raise Fenced.
 
-        The buffer continues from what a learner `restored`, also if the buffer is ahead of this snapshot. Groups that
-        the generators have made with surviving weights stay. The learner puts the rows of the groups that were ready at
-        its checkpoint into the data plane before its first lease. Raises LearnerNotRestored for a checkpoint of another
+        The buffer continues from what a learner `restored`, also if the buffer is ahead of this snapshot. Groups whose
+        tokens are all of weights that are not lost stay. The learner puts the rows of the groups that were ready at its
+        checkpoint into the data plane before its first lease. Raises LearnerNotRestored for a checkpoint of another
         run.
         """
         self.check_attach(deployment, shared=shared, restores=restored is not None)
@@ -608,7 +610,7 @@ class Coordinator:
         lived_on = not self._untouched
         if restored is not None and not repeated:
             self._check_same_run(restored)
-            if not lived_on:  # otherwise `restored.generators` has a part of the reports in `_replicas`
+            if not lived_on:  # otherwise the reports in `_replicas` have a part of these totals already
                 self._earlier = restored.generators
             self._prompts.restore(restored.snapshot.prompts)
         self.registry.attach(deployment)
@@ -722,7 +724,8 @@ class Coordinator:
         """Expires tickets and actors, unless the last call is longer ago than two periods.
 
         This process has then stalled, and the heartbeats that arrived meanwhile are only answered after this call. The
-        call after it expires them in any case, because a process that is always late must not keep dead tickets.
+        next call expires tickets and actors in any case, because a process that is always late must not keep dead
+        tickets.
         """
         now_s = self._clock()
         pause_s = 0.0 if self._ticked_s is None else now_s - self._ticked_s
@@ -755,7 +758,7 @@ class Coordinator:
         if self._autoscaler is None:
             return
         replicas = sum(registry.wanted().values())
-        # Nothing follows from waits before the first step, at the end, and while the learner is away.
+        # Waits before the first step, at the end, and without a learner do not show how many replicas are needed.
         if not replicas or registry.state is not RunState.RUNNING or not registry.learner_attached:
             self._autoscaler.forget()
             return

@@ -85,9 +85,9 @@ class EndpointChanges(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _other_versions(deployment: Deployment, first_with: Mapping[str, Deployment]) -> Iterator[str]:
-    """Yields an error for each package of which the first two parts of the version differ between `deployment` and
-    the first deployment of the run that has the package, by package in `first_with`. A learner may lack vLLM, and each
-    deployment has a version of asyncrl, except for one of a version that did not send it."""
+    """Yields the text of an error for each package whose version differs in its first two parts between `deployment`
+    and the first deployment of the run that has the package. `first_with` has these first deployments by package. A
+    learner may lack vLLM. A deployment that sends no version of asyncrl also gets an error."""
     if (first := first_with.get("asyncrl")) is not None and "asyncrl" not in deployment.versions:
         yield (
             f"{deployment.host} does not say its version of asyncrl, but the run was started on {first.host} with "
@@ -114,8 +114,8 @@ class Registry:
     `learner_state_seconds` are its seconds by state, from its last heartbeat. `endpoints` has the metrics endpoint of
     each process that has one, by the name of the process. `published` is the newest version that a learner published.
     `autoscale` limits the number of replicas; None if nothing but `asyncrl scale` changes it. `scalings` counts the
-    calls of `scale` by a person, and `scaled_because` has the reason of the last call of all. `given_up` says why
-    deployments do not start replicas again, by replica, since the last call by a person.
+    calls of `scale` by a person, and `scaled_because` has the reason of the last call, by a person or the autoscaler.
+    `given_up` says why deployments do not start replicas again, by replica, since the last call by a person.
     """
 
     def __init__(
@@ -213,8 +213,8 @@ class Registry:
 
     def ask_to_end(self, *, restart: bool = False) -> bool:
         """Asks the learner to end the run before its last step. With `restart`, the learner shall start again after its
-        end; a request to end for good stays. It receives the request with its next heartbeat. Returns whether a learner
-        is attached."""
+        end, unless it was asked before to end for good. The learner receives the request with its next heartbeat.
+        Returns whether a learner is attached."""
         if not self.learner_attached:
             return False
         if not restart:
@@ -253,7 +253,8 @@ class Registry:
         return self._heard_within(self._timeout_s)
 
     def _forget_gone(self) -> None:
-        """Forgets the deployments that are silent for the longest time, beyond `gone_members` silent ones."""
+        """Removes the deployments that have been silent for longest, so that at most `gone_members` silent ones are
+        left. Without more than `gone_members` deployments in all, does nothing."""
         if len(self._members) <= self._gone_members:
             return
         live = {deployment.id for deployment in self.live()}
@@ -300,7 +301,7 @@ class Registry:
         silent = [
             each.id for each, _ in self._members.values() if each.role is Role.GENERATOR and each.id not in wanted
         ]
-        self._scaled |= wanted | dict.fromkeys(silent, 0)  # else its replicas would be too many if it is heard again
+        self._scaled |= wanted | dict.fromkeys(silent, 0)  # a silent deployment may come back with too many replicas
         self.scaled_because = because
         if again:
             self.scalings += 1
@@ -410,12 +411,11 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     first start of the replica.
 
     `metrics_address` is the `host:port` of its metrics endpoint, `node` the host name of its node, and `log` the path
-    of its log there.
-    `state_seconds` are seconds by state, averaged over the concurrency slots. `running_groups` is the number of
-    rollouts that run now, `slots` their maximum. `prompt_tokens` count each sample of a group, and
+    of its log there. `state_seconds` are seconds by state, averaged over the concurrency slots. `running_groups` is the
+    number of rollouts that run now, `slots` their maximum. `prompt_tokens` count each sample of a group, and
     `cached_prompt_tokens` of them came from the engine's prefix cache. `device_time` are the device-seconds since the
-    start, one entry for each kind of device. `replicas` is 1, or the number of replicas whose
-    totals are added up here.
+    start, one entry for each kind of device. `replicas` is 1; in a sum of reports, it is the number of replicas that
+    are added up.
     """
 
     actor: str
@@ -634,8 +634,8 @@ class Replicas:
             self._standings[replica.standing] += 1
 
     def able(self, refusal_at: RefusalAt) -> tuple[AbleReplicas, ...]:
-        """Returns the replicas with a free slot by version, without those that have none. The work depends on the
-        number of versions only."""
+        """Returns, for each version, the number of replicas that have loaded it and have a free slot. The work depends
+        on the number of versions only."""
         refusals = self._refusals(refusal_at)
         replicas: Counter[Version] = Counter()
         stale: Counter[Version] = Counter()
@@ -694,8 +694,8 @@ class Replicas:
         return states
 
     def actor_at(self, version: Version, *, or_newer: bool = False, other_than: Collection[str]) -> str | None:
-        """Returns the actor of a replica that has loaded `version`, or a newer one if that will do, the first one by
-        name; None if there is none. Leaves out the actors `other_than`."""
+        """Returns the actor of a replica that has loaded `version` (with `or_newer`, or a newer one): the first such
+        actor by name; None if there is none. Leaves out the actors `other_than`."""
         found = (
             actor
             for actor, replica in self._by_actor.items()

@@ -27,8 +27,8 @@ class GeneratorTotals(msgspec.Struct, frozen=True, kw_only=True):
     kind of device.
 
     A coordinator has the reports of all replicas since its own start, also of those that are gone, and outlives
-    learners. So only the first learner that attaches to it brings the totals from before that start: a later one would
-    add the time that it has read in the records to reports that contain this time already.
+    learners. So only the first learner that attaches to a coordinator brings the totals from before its start. A later
+    learner would bring totals from the run's records that the coordinator's reports contain already.
     """
 
     samples: int = 0
@@ -37,7 +37,7 @@ class GeneratorTotals(msgspec.Struct, frozen=True, kw_only=True):
     device_time: tuple[DeviceTime, ...] = ()
 
     def plus(self, reports: ReplicaReport) -> "GeneratorTotals":
-        """Returns these totals with those of the sum of reports added."""
+        """Returns these totals plus those of `reports`, which is the sum of the replicas' reports."""
         return GeneratorTotals(
             samples=self.samples + reports.samples,
             weight_updates=self.weight_updates + reports.weight_updates,
@@ -83,6 +83,7 @@ class RunStatus(BriefStatus, frozen=True, kw_only=True):
     """Everything that the coordinator knows. `asyncrl status` and the live view read it.
 
     `learner_state_seconds` are the learner's seconds by state since its start; empty before its first heartbeat.
+    `targets` has the address (`host:port`) of each process's metrics endpoint, by the name of the process.
     `wanted_replicas` is the number of replicas that each generator deployment should have, by its id, and
     `scaled_because` the reason of its last change in words; "" before the first one. `given_up` says why replicas are
     not started again, by replica, since the last `asyncrl scale`.

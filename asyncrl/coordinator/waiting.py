@@ -9,7 +9,7 @@ A change wakes only the calls whose answer it may change:
   and an evaluation that waits for a replica.
 
 A wake-up carries no answer: the woken call asks for its answer itself. So no ticket or lease is lost if the call is
-cancelled at this moment. It only wakes the next call in line.
+cancelled at this moment. The cancelled call only wakes the next call in line.
 """
 
 import asyncio
@@ -68,9 +68,10 @@ class TicketLine:
     """Reserves that wait for a ticket, in the order in which they came.
 
     `may_get` returns whether a reserve at a version would get a ticket now. An actor that stands in the line at an old
-    version may have to wait while others behind it get tickets. So there is one line for each version: whether a change
-    helps any call takes one question for each version, however many calls wait. `may_ask` returns False for an actor
-    that gets no tickets now because of its own state (`Refusal.UNHEALTHY`). Such actors are few, and are passed over.
+    version may have to wait while others behind it get tickets. So there is one line for each version: after a change,
+    one call of `may_get` for each version shows whether any call can get a ticket, however many calls wait. `may_ask`
+    returns False for an actor that gets no tickets now because of its own state (`Refusal.UNHEALTHY`). Such actors are
+    few, and are passed over.
     """
 
     def __init__(self, *, may_get: Callable[[Version], bool], may_ask: Callable[[str], bool]) -> None:

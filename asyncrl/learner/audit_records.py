@@ -6,8 +6,8 @@ is begun. So after a restart from a checkpoint of step k, the records of all ste
 
 A record is one frame: the length of its payload (4 bytes), the xxh3-64 of the payload (8 bytes), and the payload in
 MessagePack. A killed writer can leave an incomplete last frame, and a machine that lost its power can leave zeros at
-the end. A reader skips both, and sets `ReadRecords.torn`: a run that ended by itself has no such end, and the records
-of all steps in steps.jsonl must be there.
+the end. A reader skips both, and sets `ReadRecords.torn`. The audit accepts such an end only of a run that
+runs or was killed, and only the record of the last step in steps.jsonl may then be missing.
 """
 
 import os
@@ -37,8 +37,8 @@ takes two seconds."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine, on which the bits of a step depend besides its input: the processor, the ranks and their threads,
-    and the versions of packages."""
+    """The properties of a machine on which the bits of a step's result depend, besides the step's input: the processor,
+    the ranks and their threads, and the versions of packages."""
 
     processor: str
     ranks: int
@@ -58,8 +58,9 @@ class Began(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
 
 
 class TrainedSample(msgspec.Struct, frozen=True, array_like=True):
-    """A sample of a step. `reward` is None if it failed. `trained` is False if a filter masked the sample, if all of
-    its tokens were too old, or if its reward failed. `row` is the xxh3-64 of its tokens, log-probs, versions and mask
+    """A sample of a step. `tokens` is the number of its completion tokens, and `spans` has their versions in order.
+    `reward` is None if it failed. `trained` is False if a filter masked the sample, if all of its tokens were too old,
+    or if its reward failed. `row` is the xxh3-64 of its tokens, log-probs, versions and mask
     (`asyncrl.data.row_checksums`)."""
 
     tokens: int
@@ -95,8 +96,8 @@ class TrainedStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     step (`asyncrl.ranks.digest`), of the kind `digest_kind`. In the first step after a start from a checkpoint,
     `before_by_kind` has `before` in the other kinds, because the step that the checkpoint follows may have been trained
     on another kind of device. `token_staleness` is the ranks' count of trained tokens by age: entry s counts the
-    tokens that are s versions old. `ledger` is of the moment of the ack. `filtered` are the groups that were left out
-    since the step before (`algorithm.zero_variance: resample`). `line` is the xxh3-64 of the step's line in
+    tokens that are s versions old. `ledger` is the ledger at the moment of the ack. `filtered` are the groups that were
+    left out since the step before (`algorithm.zero_variance: resample`). `line` is the xxh3-64 of the step's line in
     steps.jsonl, without its newline; None if an earlier version of asyncrl trained the step.
     """
 
@@ -203,8 +204,9 @@ def _read_frames(file: BinaryIO, name: str, *, size: int) -> ReadRecords:
 
 
 def _is_whole(rest: bytes, checksum: int) -> bool:
-    """Returns whether a payload with this checksum begins the `rest` of a file, which is shorter than the payload's
-    recorded length. Then the length was changed, and the frame is not one that a killed writer left."""
+    """Returns whether the `rest` of a file begins with a payload of this checksum. The rest is shorter than the
+    recorded length of the payload. So if the payload is whole, the recorded length was changed, and no killed writer
+    left the frame."""
     digest = xxhash.xxh3_64()
     for place in range(min(len(rest), _LONGEST_SEARCHED)):
         digest.update(rest[place : place + 1])

@@ -4,14 +4,14 @@
 up to the end of the step (`StepRecord.device_time`):
 
 - Of the learner and the critic: their devices times the seconds of the learner's process, from its start.
-- Of the generators: the sum over all replicas that ever sent a heartbeat, up to the last heartbeat of each. So it is
-  the integral over the replicas that existed, whether `asyncrl scale`, the autoscaler or a failure changed their
-  number.
+- Of the generators: the sum over all replicas that ever sent a heartbeat, up to the last heartbeat of each. It includes
+  replicas that failed, and those that `asyncrl scale` or the autoscaler added or removed.
 
 A resumed run goes on adding to the last record that it wrote, also if this record is of a step that it trains again.
-What no record has is left out: the time of the learner between its last record and its death, a start of a replica
-that ended before its first heartbeat, and the time after the last step. The records do not say how long engines worked
-for single groups that were discarded, so only steps that were skipped have a part of their own.
+Time that no record has is left out: the time of the learner between its last record and its death, a start of a
+replica that ended before its first heartbeat, and the time after the last step. The records do not say how long engines
+worked for single groups that were discarded. So there is no number for the cost of these groups, only for that of
+skipped steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,8 +30,9 @@ def rank_devices(config: Config) -> dict[Pool, Devices]:
 
 
 def earlier_time(steps: Sequence[StepRecord], lost: Sequence[StepRecord]) -> tuple[DeviceTime, ...] | None:
-    """Returns the device-seconds of the earlier processes of a resumed run, from all of its records; `lost` are those
-    of `LOST_STEPS`. None if they are not known, because an earlier version of asyncrl wrote some of the records."""
+    """Returns the device-seconds of a resumed run up to its newest record, which is in `steps` or in `lost` (the
+    records of the file `LOST_STEPS`). None if they are not known, because an earlier version of asyncrl wrote some of
+    the records; empty without a record."""
     records = [*steps, *lost]
     if any(not record.device_time for record in records):
         return None
@@ -45,8 +46,9 @@ def time_until_now(
     earlier: Sequence[DeviceTime],
     generators: Sequence[DeviceTime],
 ) -> tuple[DeviceTime, ...]:
-    """Returns the device-seconds of all pools since the run began. `state_seconds` are those of this process of the
-    learner, `earlier` the time of all pools before it, and `generators` that of the generators since the run began."""
+    """Returns the device-seconds of all pools since the run began. `state_seconds` are the seconds by state of this
+    process of the learner. `earlier` has the time of all pools before this process started. `generators` has the time
+    of the generators since the run began, and replaces their part of `earlier`."""
     own = [device_time(pool, devices, state_seconds) for pool, devices in ranks.items()]
     return added([*(time for time in earlier if time.pool is not Pool.GENERATORS), *own, *generators])
 
@@ -75,13 +77,13 @@ def costs(steps: Sequence[StepRecord], *, lost: Sequence[StepRecord] = ()) -> tu
 
 
 def _of(time: DeviceTime, spans: Sequence[DeviceTime]) -> DeviceTime:
-    """Returns the sum of the spans of the pool and the devices of `time`."""
+    """Returns the sum of those `spans` that are of the same pool and the same kind of device as `time`."""
     same = [span for span in spans if (span.pool, span.device) == (time.pool, time.device)]
     return added([DeviceTime(pool=time.pool, device=time.device), *same])[0]
 
 
 def _cost(time: DeviceTime, *, again: DeviceTime, skipped: DeviceTime, tokens: int) -> PoolCost:
-    # the records may be of another program, and their sums then need not grow
+    # another program may have written the records; if their sums shrink, no part may become negative
     return PoolCost(
         pool=time.pool,
         device=time.device,

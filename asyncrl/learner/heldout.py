@@ -1,12 +1,13 @@
 """Held-out evaluation: the reward of one version on questions that are never used for training.
 
 Any live replica that has loaded the version can run the evaluation, and keeps its weights meanwhile. For the first and
-the last version of a run, the caller pauses admission. While the run trains, evaluations run beside it: the replica
-generates groups too, and the learner goes on. Such an evaluation is of the version that the replica has. A run that was
-asked to end evaluates its last version after its checkpoint, in the part of its grace that its end does not need.
+the last version of a run, the caller pauses admission: no replica begins a group. While the run trains, evaluations
+run beside it: the replica generates groups too, and the learner goes on. Such an evaluation is of the version that the
+replica has. A run that was asked to end evaluates its last version after its checkpoint, in the part of its grace
+(`run.shutdown_grace_s`) that its end does not need.
 
 If every rollout of the first evaluation of a new run fails, training would fail in the same way. The run then ends
-with the cause. A later evaluation that fails is left out: the run has trained weights by then.
+with an error that names the cause. A later evaluation that fails is left out: the run has trained weights by then.
 
 With one completion of a prompt, the answers must be greedy: no token is less probable than another token at its
 position. The generator counts the tokens that are less probable.
@@ -40,9 +41,10 @@ logger = logging.getLogger(__name__)
 REPLICA_WAIT_S = 5.0
 """Longest wait of one call for a replica, seconds."""
 REPLICA_WAIT_IN_GRACE_S = 0.5
-"""The same in the grace of a run that was asked to end: it ends as soon as it has no replica."""
+"""Longest wait of one call for a replica in the grace of a run that was asked to end, seconds. It is short, because the
+waiting must end as soon as no replica lives."""
 EVALUATIONS = 5
-"""Number of attempts at one evaluation, on replicas that end or fail."""
+"""Largest number of attempts at one evaluation. It is repeated if its replica ends or if its rollouts fail."""
 REPEAT_PAUSE_S = 2.0
 
 
@@ -109,7 +111,7 @@ class HeldoutEvaluation:
         return bool(self._tasks)
 
     def stop_reason(self, version: Version) -> str | None:
-        """Returns why the run ends after `version`; None if no evaluation ends it, or if it is the last version."""
+        """Returns why the run ends after `version`; None if no evaluation ends it, or if `version` is the last one."""
         stop, total_steps = self.config.run.stop_when, self.config.learner.total_steps
         if self.reached is None or stop is None or version.step >= total_steps:
             return None
@@ -120,7 +122,7 @@ class HeldoutEvaluation:
         )
 
     def check(self) -> None:
-        """Raises WitnessFailed if an evaluation was not greedy that had to be, and `witness.on_failure` is `stop`."""
+        """Raises WitnessFailed if an evaluation that had to be greedy was not, and `witness.on_failure` is `stop`."""
         if self._not_greedy is not None and self.config.witness.on_failure == "stop":
             raise self._not_greedy
 
@@ -130,10 +132,10 @@ class HeldoutEvaluation:
 
     async def replica_at(self, version: Version, *, avoid: str | None = None) -> str:
         """Returns the actor name of a live replica that has loaded `version`, and waits for one if necessary. Returns
-        `avoid` only if there is no other one now.
+        the actor `avoid` only if there is no other one now.
 
-        Raises StallError when no live replica has loaded it within `run.stall_timeout_s`, and in the grace of a run
-        that was asked to end as soon as no replica lives.
+        Raises StallError when no live replica has loaded the version within `run.stall_timeout_s`. In the grace of a
+        run that was asked to end, raises it as soon as no replica lives.
         """
         timeout_s = self.config.run.stall_timeout_s
         deadline_s = self.clock() + timeout_s
@@ -175,7 +177,7 @@ class HeldoutEvaluation:
         answers, another replica at that version runs the evaluation (F2 in docs/faults.md), or the same one after its
         restart.
         """
-        # a resumed run has no evaluation of step 0
+        # only a new run evaluates step 0; a resumed run has trained weights, and goes on
         may_end_run, self._evaluated = version.step == 0 and not self._evaluated, True
         for name in self._tasks:
             if self._in_grace and self._newest.get(name) == version:
@@ -195,7 +197,7 @@ class HeldoutEvaluation:
 
     @property
     def running_step(self) -> int | None:
-        """The step after which the evaluation was due that runs beside training; None if none runs."""
+        """The step after which the present evaluation beside training was due; None if none runs now."""
         return self._beside_step if self._beside is not None and not self._beside.done() else None
 
     def begin(self, version: Version) -> None:
@@ -211,10 +213,10 @@ class HeldoutEvaluation:
         self._beside = asyncio.create_task(self.evaluate_beside(version), name=f"evaluation of {version}")
 
     async def evaluate_in_grace(self, version: Version, evaluate: Callable[[], Awaitable[None]]) -> None:
-        """Evaluates the last version of a run that was asked to end, by `evaluate`. Cancels this after `grace_left_s`
-        seconds.
+        """Evaluates the last version of a run that was asked to end, by a call of `evaluate`, which it cancels after
+        `grace_left_s` seconds.
 
-        Logs why the evaluation is left out, and raises nothing: the weights are saved, and the run must end in order.
+        If the evaluation is left out, logs why. Raises nothing: the weights are saved, and the run must end in order.
         """
         if not self.wanted or self.has_evaluated(version):
             return
@@ -226,7 +228,7 @@ class HeldoutEvaluation:
         else:
             try:
                 async with asyncio.timeout(left_s) as limit:
-                    await self.cancel()  # the evaluation beside training keeps its replica at the version that it has
+                    await self.cancel()  # a replica that still evaluates does not load the last version
                     await evaluate()
             except Exception as error:
                 if limit.expired():  # a call that exceeds a limit of its own raises a TimeoutError too
@@ -247,8 +249,8 @@ class HeldoutEvaluation:
             await cancelled(self._beside)
 
     async def evaluate_beside(self, version: Version) -> None:
-        """Evaluates `version`, or newer ones that a replica has loaded by then, on each set while the run trains. An
-        error is logged, and the evaluation of the set is left out: the run goes on."""
+        """Evaluates `version`, or a newer version if the replica has loaded one by then, on each set while the run
+        trains. An error is logged, and the evaluation of the set is left out: the run goes on."""
         for name in self._tasks:
             await self._evaluate_beside(name, version)
 
@@ -321,7 +323,7 @@ class HeldoutEvaluation:
             self._not_greedy = WitnessFailed(
                 f"{_on(name)} of {version.words}: it is not the one that the configuration describes. The witness's "
                 f"check `greedy` found: {record.non_greedy_tokens} tokens are not the most probable ones, in "
-                f"{sum(map(bool, counts))} of {len(counts)} answers; one completion of a prompt must be greedy. "
+                f"{sum(map(bool, counts))} of {len(counts)} answers; a single completion of a prompt must be greedy. "
                 "It is a bug of asyncrl or of vLLM: report it with the run's directory. `witness.on_failure` says "
                 "whether training goes on"
             )
@@ -344,9 +346,9 @@ class HeldoutEvaluation:
     async def _answers(self, name: str, version: Version, *, actor: str) -> tuple[str, Version | None, list[Answer]]:
         """Returns the replica that has answered, the version that it has loaded, and its answers.
 
-        Begins with the replica `actor`. Asks again if a replica ends, or if rollouts fail as INFRA, at most
-        `EVALUATIONS` times. Raises StallError if the last replica ends too, and TimeoutError if one takes longer than
-        `eval.timeout_s`.
+        Begins with the replica `actor`. If a replica ends, or if rollouts fail as INFRA, it evaluates again, at most
+        `EVALUATIONS` times in all. Raises StallError if the replica of the last attempt ends too, and TimeoutError if
+        an attempt takes longer than `eval.timeout_s`.
         """
         for left in reversed(range(EVALUATIONS)):
             try:
@@ -362,8 +364,8 @@ class HeldoutEvaluation:
                 if not infra or not left:
                     return actor, at, answers
                 why = f"{len(infra)} of {len(answers)} rollouts failed as INFRA, the first one: {infra[0].words}"
-                await asyncio.sleep(self.repeat_pause_s)  # by then a dead engine has been reported
-            logger.warning("%s of %s: %s; it is repeated", _on(name), version.words, why)
+                await asyncio.sleep(self.repeat_pause_s)  # meanwhile, a replica whose engine died reports it
+            logger.warning("%s of %s: %s; the evaluation is repeated", _on(name), version.words, why)
             actor = await self.replica_at(version, avoid=actor)
         raise StallError(f"{_on(name)} of {version.words}: {why}; {EVALUATIONS} attempts have failed")
 

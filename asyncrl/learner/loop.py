@@ -11,10 +11,10 @@ Who waits for whom in a step, and the state that counts the time:
                                                     │
            weight store ◀── `Publisher.publish` ◀───┤                     publish: until the ranks have a copy
                                                     │
-             records, rows ◀── `StepEnd.begin` ◀────┤                     other: until the step before has ended; this
-                                                    │                     end runs beside the next step
+             records, rows ◀── `StepEnd.begin` ◀────┤                     other: until the step before is recorded; this
+                                                    │                     one is recorded while the next step runs
                                                     │
-                 files ◀── `Checkpoints.begin` ◀────┘                     other: until this step has ended;
+                 files ◀── `Checkpoints.begin` ◀────┘                     other: until this step is recorded;
                                                                           checkpoint: until the ranks have a copy
 
 A group that is committed, or ends in another way, wakes the lease call that waits. Engines fetch the weights from the
@@ -27,7 +27,7 @@ it if its grace allows it (`HeldoutEvaluation.evaluate_in_grace`). The loop keep
 - a version is published only after the ack of its step;
 - a run that has trained a step and ends without an error saves its last version; unless it was stopped, it also
   publishes and evaluates it;
-- no version is published after the audit's record of the end.
+- no version is published after the record of the run's end was written for the audit.
 
 The time of every stage is counted in the learner's state-seconds.
 """
@@ -155,9 +155,9 @@ class LearnerLoop:
         if version != first:  # a run that trained no step has no new weights to save
             snapshot = await self.coordinator.call(Coordinator.snapshot, self.incarnation)
             await self._while_saving(self.checkpoints.save_last(snapshot), version)
-            if stop.is_set():  # `stop` must not end this evaluation: the end of the grace does
+            if stop.is_set():  # only the end of the grace ends this evaluation, so it gets an event that is not set
                 await self.heldout.evaluate_in_grace(version, partial(self._evaluate_last, version, asyncio.Event()))
-        await self.publisher.stop()  # a version that is published behind the record of the end would hide it
+        await self.publisher.stop()  # no record of a published version may follow that of the end, which must be last
         ledger = await self.coordinator.call(Coordinator.ledger_entry, self.incarnation)
         self.step_end.append_audit(Ended(version, ledger))
         retained = await self.coordinator.call(Coordinator.release, self.incarnation, None)
@@ -166,7 +166,7 @@ class LearnerLoop:
         stop_reason = self.heldout.stop_reason(version)
         rows = await self.step_end.outstanding(until_none=stop_reason is None and not stop.is_set())
         status = await self.coordinator.call(Coordinator.status)
-        self.heldout.check()  # not before, because it may raise, and the trained weights are correct and saved by now
+        self.heldout.check()  # last, because it may raise: the trained weights are correct, and are saved by now
         return self.step_end.recorder.run_totals(status, rows_outstanding=rows, stop_reason=stop_reason)
 
     # --- one step -----------------------------------------------------------------------------------------------
@@ -176,8 +176,8 @@ class LearnerLoop:
         evaluation has reached the reward of `run.stop_when`.
 
         Raises StallError when no group was committed for too long, RunError after too many failures
-        (`check_progress`), and ActorGone when the index of the data plane has died. Also raises the error after which
-        no delivery of weights can succeed.
+        (`check_progress`), and ActorGone when the index of the data plane has died. Also raises an error of the
+        delivery of weights after which no delivery can succeed (`Publisher.check`).
         """
         self.stages.states.enter("waiting_for_groups")
         while not stop.is_set() and self.heldout.reached is None:
@@ -208,7 +208,8 @@ class LearnerLoop:
         return None
 
     async def _step_and_end_lease(self, lease: Lease) -> tuple[Version, RunSnapshot | None]:
-        """Runs `_step`, which ends its lease. If it raises, gives the lease back, and the run ends.
+        """Runs `_step`, which ends its lease. If `_step` raises, gives the lease back and raises the error, which ends
+        the run.
 
         After a failed parity check, or a check of the witness that fails after the optimizer's step, the policy is
         already trained on the groups that are given back.
@@ -267,7 +268,7 @@ class LearnerLoop:
         return status.version, None if acked is None else acked.snapshot
 
     async def _repeat_without(self, lost: RowsLost, lease: Lease) -> Version:
-        """Ends a lease of which rows are lost, and reports the lost groups to the coordinator.
+        """Gives back a lease of which rows are lost, and reports the lost groups to the coordinator.
 
         The policy was not trained. The prompts of the lost groups are generated again, as new attempts. The other
         groups are leased again. Returns the learner's unchanged version.
@@ -329,7 +330,7 @@ class LearnerLoop:
 
     async def _publish(self, version: Version) -> float | None:
         """Publishes `version`, and returns the share of the elements whose bits changed (`Publisher.publish`). The time
-        until its snapshot is taken counts as `publish`."""
+        until its snapshot is taken counts as the state `publish`."""
         with self.stages.states.within("publish"):
             return await self.publisher.publish(version)
 
@@ -356,8 +357,8 @@ class LearnerLoop:
         return changed
 
     async def _evaluate(self, version: Version, stop: asyncio.Event) -> None:
-        """Waits until `version` is delivered, and evaluates it on held-out tasks unless this has happened. Ends both at
-        `stop`: the generators may be shutting down too, so neither might ever end."""
+        """Waits until `version` is delivered, and evaluates it on held-out tasks unless it was evaluated already.
+        `stop` ends the wait and the evaluation: the generators may be shutting down, so neither might ever end."""
         with contextlib.suppress(Stopped):
             await unless_stopped(stop, self.publisher.settle())
             if self.heldout.wanted and not self.heldout.has_evaluated(version):

@@ -1,9 +1,10 @@
-"""The loss of each step: it is that of the step before, with the β of a penalty that follows the KL of the steps.
+"""The loss of each step. It equals the loss of the step before, except for the β of a penalty with `control`, which
+follows the KL.
 
 The β of a step depends on recorded numbers of earlier steps only. The learner's process computes it and sends it to the
 ranks with the loss, so it is equal on all ranks and for all micro-batches. The records of all steps before a checkpoint
-are on the disk before it, so a resumed run computes the same β from the last of them. Only the checkpoint at the end of
-a run whose disk is full may have later steps than the records (F27): β then goes on from an older step.
+are on the disk before it is written, so a resumed run computes the same β from the last record. Only the checkpoint at
+the end of a run whose disk is full may have later steps than the records (F27): β then goes on from an older step.
 """
 
 import logging
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def first_loss(config: Config, before: StepRecord | None = None) -> LossFunction:
     """Returns the loss of the first step after a start of the learner. `before` is the last record of a resumed run. A
-    run whose records have no β, because `control` is new, begins with the configured one."""
+    run whose records have no β, because `control` is new, begins with the configured β."""
     loss = build_loss(config)
     if before is None or not isinstance(loss, ObjectiveLoss) or loss.objective.controlled() is None:
         return loss
@@ -34,8 +35,8 @@ def first_loss(config: Config, before: StepRecord | None = None) -> LossFunction
 
 
 def next_loss(loss: LossFunction, kl_nats: Mapping[str, float], *, step: int, config: Config) -> LossFunction:
-    """Returns the loss of the next step. `kl_nats` has the KL of this step by the other policy. A step that trains only
-    the critic changes nothing."""
+    """Returns the loss of the step after `step`. `kl_nats` has the KL of `step`, by the name of the other policy. A
+    step that trains only the critic does not change the loss."""
     only_critic = config.critic is not None and step < config.critic.warmup_steps
     if only_critic or not isinstance(loss, ObjectiveLoss):
         return loss

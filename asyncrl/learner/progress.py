@@ -1,4 +1,5 @@
-"""When a waiting learner must end the run: nothing moves, or too many rollouts failed. Pure functions."""
+"""Decides when a learner that waits for groups must end the run: no group was committed and no step trained for too
+long, or too many rollouts failed. Pure functions."""
 
 from collections.abc import Sequence
 

@@ -52,8 +52,8 @@ REFUSED_WAIT_S = 20.0
 FINAL = (ActorGone, Fenced, RunEnded, VersionConflict, VersionRegression)
 """Errors after which no delivery can succeed: a process that it needs has ended, or the run has another learner."""
 MOST_REPEATS = 3
-"""Number of times that the same weights are sent again for a replica that cannot get them. A replica that never can
-must not keep the ranks busy."""
+"""Number of times that the same weights are sent again for a replica that cannot get them. A replica that can never get
+them must not keep the ranks busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +98,13 @@ class Publisher:
         self._whole = False  # the next delivery must send all weights in full
         self._sending: _Taken | None = None
         self._waiting: _Taken | None = None
-        self._slot = 1  # of the last snapshot
+        self._slot = 1  # the memory slot of the last snapshot
         self._newer = asyncio.Event()
         self._deliveries: asyncio.Task[None] | None = None
         self._refusals: asyncio.Task[None] | None = None
 
     async def publish(self, version: Version) -> float | None:
-        """Takes a snapshot of the weights, whose delivery begins when the one under way has ended.
+        """Takes a snapshot of the weights. Its delivery begins when the delivery under way has ended.
 
         Returns as soon as the snapshot is taken. The result is the share of its elements whose bits are not those of
         the snapshot before; None for the first one. Raises the error after which no delivery can succeed, if there was
@@ -240,8 +240,8 @@ class Publisher:
         await self.weights.publish(manifest, [bucket.handle for bucket in buckets], again=again)
         self._stored = taken, manifest
         self._whole = self._whole and not whole
-        # The weight store offers the newest two versions. With `weights.delta` their buckets are changes to earlier
-        # versions, which their links name, so the bytes of those are needed too. All other bytes are deleted.
+        # The weight store offers the newest two versions. With `weights.delta`, a bucket may be a change to an earlier
+        # version, which its links name, so the bytes of that version are needed too. All other bytes are deleted.
         links = {link.version for bucket in manifest.buckets for link in bucket.links}
         if not again:
             self._used_before = self._used

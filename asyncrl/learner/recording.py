@@ -86,9 +86,9 @@ class StepRecorder:
 
     `elapsed_s` returns the seconds since the start of the run, `state_seconds` the learner's seconds by state. `before`
     is the last record before the run was resumed: totals that the learner's process counts from its start continue from
-    it. The coordinator's status has those of the generators since the run began (`GeneratorTotals`).
-    `ranks` are the devices of the learner and the critic, and `earlier` the device-seconds before the run was resumed;
-    None if they are not known. The records then have no device-seconds.
+    it. The totals of the generators are in the coordinator's status, and count from the start of the run
+    (`GeneratorTotals`). `ranks` are the devices of the learner and the critic, and `earlier` the device-seconds before
+    the run was resumed; None if these are not known, and then the records have no device-seconds.
     """
 
     metrics: LearnerMetrics
@@ -282,7 +282,8 @@ LARGEST_RATIO = 1e9
 
 
 def _witnessed(step: EndedStep) -> dict[str, float]:
-    """Returns the largest difference of each check of the witness, and the seconds that rank 0 spent in it."""
+    """Returns the largest difference of each check of the witness, as a share of what is accepted, and the seconds that
+    rank 0 spent in the witness's computation."""
     # JSON has no infinity: the ratio of a failed check that accepts no difference at all would be null
     found = {f"witness_{check}_ratio": min(finding.ratio, LARGEST_RATIO) for check, finding in step.findings.items()}
     seconds = step.report.seconds.get("witness")
@@ -290,7 +291,7 @@ def _witnessed(step: EndedStep) -> dict[str, float]:
 
 
 def agent_numbers(metas: Sequence[GroupMeta]) -> dict[str, float]:
-    """Returns the means over the episodes of agents; empty if there are none."""
+    """Returns the means of `AGENT_NUMBERS` over the episodes of agents; empty if there are no episodes."""
     played = [meta for meta in metas if meta.turns]
     episodes = sum(len(meta.turns) for meta in played)
     if not episodes:
@@ -304,7 +305,7 @@ def agent_numbers(metas: Sequence[GroupMeta]) -> dict[str, float]:
 
 
 def _mfu_ratio(step: EndedStep) -> float | None:
-    """Returns the model FLOPs of the step divided by what the devices can do in its duration; None if unknown."""
+    """Returns the model FLOPs of the step divided by those that the devices can do in its duration; None if unknown."""
     flops, peak = step.report.model_flops, step.report.peak_flops_per_s
     return None if flops is None or peak is None else flops / (peak * step.duration_s)
 
@@ -336,9 +337,9 @@ def _finite(value: float) -> float | None:
 def counts_by_staleness(lease: Lease) -> dict[str, dict[int, int]]:
     """Returns three histograms that map a number of versions to a number of groups.
 
-    `groups` is the staleness at this step, without tokens that are masked because they are older than η. Apart from
-    these, it is the sum of `in_flight` (from the oldest token until the group was committed) and `in_buffer` (from the
-    commit until this step).
+    `groups` is the staleness at this step, without tokens that are masked because they are older than η. For a group
+    without such tokens, it is the sum of `in_flight` (from the oldest token until the group was committed) and
+    `in_buffer` (from the commit until this step).
     """
     groups = lease.groups
     return {
@@ -373,7 +374,7 @@ POLL_S = 0.1
 @dataclass(kw_only=True)
 class StepEnd:
     """Ends the steps of a run in order, one at a time: gives their records to `sinks` and `append_audit`, reads and
-    clears rows, and counts those that are left."""
+    clears rows, and counts the rows that are left."""
 
     stages: Stages
     rows: Rows
@@ -391,8 +392,9 @@ class StepEnd:
     async def begin(
         self, step: EndedStep, clearable: Sequence[str], *, meta: KVBatchMeta, ledger: LedgerEntry | None
     ) -> None:
-        """Begins the end of a step: records it, writes samples of its rows `meta`, and clears the rows of the groups
-        `clearable`. `ledger` is the entry of its ack; None if the step was skipped.
+        """Begins a task that ends a step: it records the step, writes samples of its rows, which `meta` names, and
+        clears the rows of the groups `clearable`. `ledger` is the ledger's entry in the answer to the step's ack; None
+        if the step was skipped.
 
         First waits for the end of the step before, and raises its error.
         """
@@ -462,7 +464,7 @@ class StepEnd:
 
     async def clear(self, keys: Sequence[str]) -> None:
         """Clears the rows under `keys`, whose groups will not be trained any more. If a save has ended since the last
-        call, also clears the rows that were retained for a checkpoint before it."""
+        call, also clears the rows that were retained only for earlier checkpoints."""
         if self.checkpoints.saves_ended != self._released:
             self._released = self.checkpoints.saves_ended
             complete = self.checkpoints.saved
@@ -487,8 +489,8 @@ class StepEnd:
 def trained_step(
     lease: Lease, *, samples: StepSamples, report: StepReport, ledger: LedgerEntry, line: bytes
 ) -> TrainedStep:
-    """Returns the audit's record of a step, from what it trained. `ledger` is the entry of its ack, `line` its line in
-    steps.jsonl."""
+    """Returns the audit's record of a trained step. `ledger` is the ledger's entry in the answer to the step's ack, and
+    `line` the step's line in steps.jsonl."""
     masks = iter((samples.mask_B > 0).tolist())
     return TrainedStep(
         incarnation=lease.incarnation,

@@ -47,7 +47,8 @@ def mean_and_error(rewards: Sequence[Sequence[float]]) -> tuple[float | None, fl
 
 
 def pass_at(rewards: Sequence[Sequence[float]], *, pass_reward: float) -> dict[int, float]:
-    """Returns the mean pass@k over prompts, for k = 1, 2, 4, … up to the smallest number of samples, and that number.
+    """Returns the mean pass@k over prompts, by k: for k = 1, 2, 4, … up to the smallest number of samples of a prompt,
+    and for that number itself.
 
     A sample passes with a reward of at least `pass_reward`. With n samples of which c pass, pass@k is
     1 − C(n − c, k) / C(n, k), the unbiased estimate of Chen et al. 2021 (arXiv:2107.03374, eq. 1).
@@ -69,9 +70,9 @@ class DataRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The prompts of a run: `data.json`. `training`, `heldout` and `sets` count the prompts that are trained, held out,
     and in each set of `eval.sets`. `left_out` counts the dataset rows that are in none of these: the first key is the
     section of the dataset, such as `data` or `data.mixture.sums`, the second the reason
-    (`asyncrl.data.left_out.REASONS`). `hidden_tags` warns of tags, such as `<think>`, that the text for a reward never
-    has, because they are special tokens or end the prompt (`asyncrl.data.answer_text`). It is empty if no reward of the
-    run can look for tags."""
+    (`asyncrl.data.left_out.REASONS`). `hidden_tags` lists tags, such as `<think>`, that a reward never finds in its
+    text, because they are special tokens or end the prompt (`asyncrl.data.answer_text`). It is empty if no reward of
+    the run can look for tags."""
 
     training: int
     heldout: int
@@ -114,9 +115,9 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     `state` is `stopped` when the run was asked to end before its last step. It is `died` when the run's process ended
     without writing a final state; another process then wrote this state, and `finished` is the time of the last record.
     `boot` is the id of the boot of `host` in which the process started, if the system shows it.
-    `directory` is the id of the run's directory on `host` (`directory_id`), which a copy does not have.
+    `directory` is the id of the run's directory on `host` (`directory_id`); a copy of the directory has another id.
     `ray_session` is the folder of the Ray instance that the run's process started, and `ray_since` the time of its
-    start; None when the run used a running Ray. An earlier run of the same process may have started it (in a sweep).
+    start; None when the run used a running Ray. In a sweep, the process may have started Ray for an earlier run.
     `shared_memory` lists the files in /dev/shm that the run's engines use. A killed engine leaves them there.
     `started` is the first start of the run, `resumed` has its restarts in order.
     `forked_from` is the checkpoint of another run with whose weights this run began; None if it began with the model at
@@ -171,9 +172,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     same `step`.
 
     `group_staleness` and `token_staleness` map a staleness in versions to the number of trained groups or tokens.
-    `learner_state_s` and `generator_state_s` are total seconds by state since the run started; in a resumed run, those
-    of earlier processes up to the checkpoint are included, and those of generators that outlive a learner completely.
-    The generators' seconds are averaged over the replicas.
+    `learner_state_s` and `generator_state_s` are total seconds by state since the run started. In a resumed run, they
+    include the seconds of earlier processes up to the checkpoint; of generators that went on while the learner was
+    started again, they include all seconds. The generators' seconds are averaged over the replicas.
     `generated_samples`, `generated_tokens`, `weight_updates` and `mid_sequence_updates` are totals since the start of
     the run too, summed over the replicas. `ledger_groups` maps each fate to
     its number of groups. `diagnostics` has, by name, the numbers that are not fields of the record: of the step report,
@@ -185,10 +186,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     `reward_components` has the mean of each component of the rewards, without its weight, if the rewards have
     components.
 
-    `witness` says with what the witness's checks `advantages` and `coefficients` compared, if the step had them:
-    `formula`, or the user's own function and how it was called.
+    `witness` says with what the witness's checks `advantages` and `coefficients` compared the step's numbers, if the
+    step had these checks: `formula`, or the user's own function and how it was called.
 
-    `reward_parts` has the mean reward of each part of a mixture in the step, with that of filtered groups, and
+    `reward_parts` has the mean reward of each part of a mixture in the step, including filtered groups, and
     `part_groups` the number of trained groups of each part.
 
     `asyncrl.metrics.numbers` declares the other numbers: their units, their meanings, and where they are shown.
@@ -255,7 +256,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
             **{f"reward/component_{name}": value for name, value in self.reward_components.items()},
             **{f"reward/part_{name}": value for name, value in self.reward_parts.items()},
             **({} if before is None else self._since(before)),
-            # a user's loss may have a metric with the name of a field
+            # a user's loss may have a metric with the name of a field, which must keep its own name in the tracker
             **{
                 f"diagnostics/{name}" if name in own else tracker_name(name): value
                 for name, value in self.diagnostics.items()
@@ -264,7 +265,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kl_nats(self) -> dict[str, float]:
-        """The KL that the β of a penalty may follow, by the other policy, as `StepReport.kl_nats` has it."""
+        """The KL between the trained policy and another one, which the β of a penalty may follow. The keys are the
+        names of the other policy, `reference` and `behaviour`, as in `StepReport.kl_nats`."""
         names = {"reference": "kl_to_reference_nats", "behaviour": "kl_to_behaviour_nats"}
         if not (self.trained and self.trained_tokens):
             return {}
@@ -272,8 +274,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def witness_ratio(self) -> float | None:
-        """The largest difference that the witness found in this step, as a share of what is accepted; None if the step
-        has no number of it."""
+        """The largest difference that the witness found in this step, as a share of what is accepted; None if the
+        record has no number of the witness."""
         numbers = self.diagnostics.items()
         return largest([value for name, value in numbers if name.startswith("witness_") and name.endswith("_ratio")])
 
@@ -299,16 +301,16 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One held-out evaluation. `version` is the number of steps behind the evaluated weights.
+    """One held-out evaluation. `version` is the number of steps that trained the evaluated weights.
 
     `prompts` is the number of prompts with a reward, `failed` the number of prompts whose rollout failed. `reward_mean`
-    is the mean over the former; it is null when all rollouts failed. `reward_stderr` is its standard error over the
-    prompts. With several `samples` of a prompt, `pass_at` has the mean pass@k over the prompts, by k. `name` is the
-    held-out set. `due` is the step after which the evaluation was due. It is null if that is `version`. While a run
-    trains, a replica may have loaded newer weights by then. `asked` is the number of prompts that were evaluated; None
-    if an earlier version of asyncrl wrote the record. `non_greedy_tokens` is the number of tokens that were not the
-    most probable ones, which must be 0 with one of `samples`; None with several, without an answer, or if an earlier
-    version wrote the record.
+    is the mean over the prompts with a reward; it is null when all rollouts failed. `reward_stderr` is its standard
+    error over the prompts. With several `samples` of a prompt, `pass_at` has the mean pass@k over the prompts, by k.
+    `name` is the held-out set. `due` is the step after which the evaluation was due; null if it equals `version`. They
+    differ if the replica had loaded newer weights before the evaluation began. `asked` is the number of prompts that
+    were evaluated; None if an earlier version of asyncrl wrote the record. `non_greedy_tokens` is the number of tokens
+    that were not the most probable ones, which must be 0 if `samples` is 1; None if `samples` is larger, without an
+    answer, or if an earlier version wrote the record.
 
     Four fields are means over the prompts with a reward; they are empty or None without such a prompt, or if an earlier
     version wrote the record. `reward_components` has the components of the reward by name, without their weights.
@@ -335,8 +337,8 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
     turns_mean: float | None = None
 
     def numbers(self) -> dict[str, float]:
-        """Returns the numbers of the evaluation that were measured by name, for trackers and views. `mean` is the
-        reward."""
+        """Returns those numbers of the evaluation that were measured, by name, for trackers and views. `mean` is the
+        mean reward."""
         found = {
             "mean": self.reward_mean,
             **{f"pass_at_{k}": value for k, value in self.pass_at.items()},
@@ -349,12 +351,12 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def step(self) -> int:
-        """The step after which the evaluation was due. It belongs to the checkpoint of this step."""
+        """The step after which the evaluation was due. The evaluation belongs to the checkpoint of this step."""
         return self.version if self.due is None else self.due
 
     @property
     def covers(self) -> bool:
-        """Whether at least nine of ten prompts got a reward. The mean over fewer may be of the easy ones only."""
+        """Whether at least nine of ten prompts got a reward. A mean over fewer prompts may be of easy prompts only."""
         return self.failed <= (self.prompts + self.failed) / 10
 
 
@@ -368,9 +370,10 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
     agent that the user wrote computes the reward itself. `rendered_prompt` is the prompt as the model received it, with
     special tokens and the chat template. `components` has the components of the reward by name, if it has any. `tokens`
     has the text of each completion token. `version_spans` has pairs (step of the weights, number of completion tokens
-    that these weights generated), in the order of the tokens, without the tokens that were read. `turns` has pairs
-    (tokens that were read, tokens that were then sampled) of the completion; empty if all of it was sampled. `forks`
-    has, for each branch of the episode after the first one, the index of its first completion token. `trained_spans`
+    that these weights generated), in the order of the tokens, without the tokens that the model read (from a tool or
+    a user). `turns` has pairs (number of tokens that were read, number of tokens that were then sampled) of the
+    completion; empty if all of it was sampled. `forks` has, for each branch of the episode after the first one, the
+    index of its first completion token. `trained_spans`
     has pairs (whether the loss includes these tokens, number of completion tokens) in the order of the tokens.
     `staleness_versions` is the staleness of the oldest token at `step`. With `learner.logprobs_logged`,
     `generation_logprobs` has the engine's log-prob of each completion token, in nats. `prev_logprobs` then has the
@@ -404,12 +407,13 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
 class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers of a run that are known only at its end.
 
-    `wall_s` are the seconds in which a learner ran whose steps count: from the start of the first one, without the time
-    between a checkpoint and the end of a learner that died, and without the time between two learners.
+    `wall_s` is the time since the start of the first learner, seconds, without the time between two learners, and
+    without the time from the checkpoint to the end of a learner that died, whose steps do not count.
     `rows_outstanding` is the number of rows that are still in the data plane; it is 0 unless the run was stopped.
-    `parity_max_nats` is the largest difference of log-probs in a weight probe of any replica. `groups_failed` has, by
-    reason, the discarded groups whose rollouts failed. `tokens_continued` and `tokens_dropped` count the stored tokens
-    of attempts that ended before a commit (`generator.persist_every_tokens`), which a later attempt continued or not.
+    `parity_max_nats` is the largest difference between the learner's and an engine's log-probs that was found when a
+    replica verified new weights. `groups_failed` has, by reason, the number of discarded groups whose rollouts failed.
+    Of the stored tokens of attempts that ended before a commit (`generator.persist_every_tokens`), `tokens_continued`
+    counts those that a later attempt continued, and `tokens_dropped` the others.
     `tokens_thrown_away` counts the other tokens of attempts that ended before their group was finished, for example by
     `staleness.on_deadline: requeue`, as their replicas last reported them. `generated_tokens` does not include them.
     `stop_reason` says why the run ended before `learner.total_steps`; it is None unless `run.stop_when` ended it.
@@ -432,9 +436,9 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 class HeldoutEnds(msgspec.Struct, frozen=True, kw_only=True):
     """The rewards of the first and the last evaluation on a held-out set; `last` is None if there was only one.
-    `first_step` and `last_step` are the numbers of steps behind the weights that were evaluated. The other fields
-    are of the newest evaluation, also if it is the only one: `prompts` and `failed` count the prompts with and without
-    a reward, and `numbers` has its numbers besides the reward, by the names of `EvalRecord.numbers`."""
+    `first_step` and `last_step` are the numbers of steps that trained the evaluated weights. The other fields are of
+    the newest evaluation, also if it is the only one: `prompts` and `failed` count the prompts with and without a
+    reward, and `numbers` has the other measured numbers, by the names of `EvalRecord.numbers`."""
 
     first: float | None = None
     last: float | None = None
@@ -446,7 +450,7 @@ class HeldoutEnds(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def newest_step(self) -> int | None:
-        """The number of steps behind the weights of the newest evaluation; None without an evaluation."""
+        """The number of steps that trained the weights of the newest evaluation; None without an evaluation."""
         return self.first_step if self.last_step is None else self.last_step
 
 
@@ -490,12 +494,12 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 class Summary(RunTotals, frozen=True, kw_only=True):
     """A run in some thirty numbers: `summary.json`. All numbers cover trained steps only, not skipped steps.
 
-    Besides its own numbers, it has those of `RunTotals`, such as `groups_failed`: by reason, the discarded groups whose
-    rollouts failed. `heldout_first` and `heldout_last` are the rewards of the first and last evaluation; `heldout_last`
-    is None when there was only one. `heldout_first_step` and `heldout_last_step` are the numbers of steps behind the
-    weights that were evaluated; a run that was stopped has trained more since then. `heldout_prompts` and
-    `heldout_failed` count the prompts of the last evaluation with and without a reward, and `heldout_numbers` has its
-    other numbers, as in `HeldoutEnds`. `reward_first` and `reward_last` are means over the first and last 5 % of steps,
+    Besides its own numbers, it has those of `RunTotals`. `heldout_first` and `heldout_last` are the rewards of the
+    first and last evaluation; `heldout_last` is None when there was only one. `heldout_first_step` and
+    `heldout_last_step` are the numbers of steps that trained the evaluated weights; a run that was stopped may have
+    trained more steps after its last evaluation. `heldout_prompts` and `heldout_failed` count the prompts of the last
+    evaluation with and without a reward, and `heldout_numbers` has its other numbers, as in `HeldoutEnds`.
+    `reward_first` and `reward_last` are means over the first and last 5 % of steps,
     at least 1 and at most 10 steps. `samples_per_s` is the rate of trained samples between the end of the first and the
     end of the last step, without the starts of a restarted run. The busy ratios are measured over the same time: the
     learner's is the share of time in which it neither waited for groups nor was in the state `other`, the generators'
@@ -504,7 +508,7 @@ class Summary(RunTotals, frozen=True, kw_only=True):
     of log-probs over all probes and all trained on-policy tokens. `ess_ratio_mean` and `ess_ratio_lowest` are over the
     steps with an effective sample size. `heldout_sets` has the results of the evaluations for each named held-out set
     (`eval.sets`). `witnessed_steps` is the number of steps of which the witness computed a group a second time, and
-    `witness_failures` the number of steps, also of other ones, in which it found a larger difference than is accepted.
+    `witness_failures` the number of steps, of all steps, in which it found a larger difference than is accepted.
     `notes` are the health notes at the end of the run. `effective_training_time_ratio` is the share of the wall time
     since the first start in which the steps were trained (`asyncrl.learner.training_time`); None if an earlier version
     wrote the summary. `costs` has the device-seconds of each pool up to the end of the last step; empty if they are not
@@ -541,7 +545,8 @@ class Summary(RunTotals, frozen=True, kw_only=True):
     costs: tuple[PoolCost, ...] = ()
 
     def heldout_ends(self) -> dict[str, HeldoutEnds]:
-        """Returns the first and the last evaluation of each held-out set by name, with the set of every run first."""
+        """Returns the first and the last evaluation of each held-out set by name, beginning with the set that every run
+        has (`HELDOUT`)."""
         own = HeldoutEnds(
             first=self.heldout_first,
             last=self.heldout_last,
@@ -653,8 +658,8 @@ def read_config(run_dir: Path) -> Config:
 
 
 def known_info(run_dir: Path) -> RunInfo | None:
-    """Returns `run.json` of a run directory. None if it does not exist or disappears now, or if another version of
-    asyncrl wrote it."""
+    """Returns `run.json` of a run directory. None if it does not exist, if it is deleted during the call, or if another
+    version of asyncrl wrote it."""
     with contextlib.suppress(RunError):
         return read_info(run_dir)
     return None
@@ -672,7 +677,7 @@ def known_data(run_dir: Path) -> DataRecord | None:
 
 
 def first_failure(count: FailureCount) -> str:
-    """Returns the message, prompt and completion of the first failure of a class and reason."""
+    """Returns the message, prompt and completion of the first failure of `count`, in up to three lines."""
     failure = count.first
     lines = [f"first failure of {failure.subject}: {failure.message}"]
     lines += [f"  prompt: {failure.prompt!r}"] if failure.prompt else []
@@ -681,8 +686,8 @@ def first_failure(count: FailureCount) -> str:
 
 
 def in_words(counts: Sequence[FailureCount]) -> str:
-    """Returns the number of failures by reason, the most frequent first, with the tools or the types of errors of which
-    they are: `tool_failed 65 calls (price 60, stock 5), reward_raised 20 rollouts and 31 single completions (ValueError
+    """Returns the number of failures by reason, the most frequent first, with the tools that failed or the types of the
+    errors: `tool_failed 65 calls (price 60, stock 5), reward_raised 20 rollouts and 31 single completions (ValueError
     48, KeyError 3), reward_timeout 3 rollouts`. Single completions are those whose reward failed in groups that were
     committed."""
     of_reason: dict[str, list[FailureCount]] = {}
@@ -707,8 +712,8 @@ def _number(counts: Sequence[FailureCount]) -> str:
 
 
 def groups_by_reason(counts: Sequence[FailureCount]) -> dict[str, int]:
-    """Returns the number of groups by failure reason, the most frequent first. Groups that were retried do not
-    count."""
+    """Returns the number of groups that ended with a failure, by its reason, the most frequent first. A failure after
+    which the group was tried again does not count."""
     groups: Counter[str] = Counter()
     for count in counts:
         groups[count.first.reason] += count.groups
@@ -730,10 +735,10 @@ class RecordSink:
         """Gets the record of a held-out evaluation."""
 
     def write_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        """Gets the samples of a trained step that are logged; they may be none."""
+        """Gets the logged samples of a trained step. It is not called for a step without logged samples."""
 
 
-# Numbers over many records of a run: its summary, and what views show of several steps.
+# Numbers over many records of a run: its summary, and the numbers that views show over several steps.
 
 
 def build_summary(
@@ -748,8 +753,8 @@ def build_summary(
     effective_training_time_ratio: float | None = None,
     costs: Sequence[PoolCost] = (),
 ) -> Summary:
-    """Returns the summary of a run that was resumed `restarts` times and has `lost` the records of `LOST_STEPS`.
-    `notes` are its health notes. Raises RunError when no step was trained."""
+    """Returns the summary of a run that was resumed `restarts` times. `lost` are the records of the file `LOST_STEPS`,
+    and `notes` the health notes. Raises RunError when no step was trained."""
     steps = [record for record in records if record.trained]
     if not steps:
         raise RunError("there is no summary, because the run trained no step: look at its logs for the cause")
@@ -815,8 +820,8 @@ def best_first(evals: Sequence[EvalRecord], steps: Collection[int], *, name: str
     """Returns the evaluations on the set `name` that belong to the checkpoints after `steps`, the best one first.
 
     A checkpoint without an evaluation is left out, and so is an evaluation in which too many prompts got no reward
-    (`EvalRecord.covers`). If a step was evaluated twice, the later evaluation counts. Of equal rewards, the reward of
-    the newer checkpoint comes first.
+    (`EvalRecord.covers`). If a step was evaluated twice, the later evaluation counts. Of evaluations with equal
+    rewards, the one of the newer checkpoint comes first.
     """
     found = {each.step: each for each in evals if each.name == name and each.step in steps}
     rewarded = [
@@ -843,8 +848,8 @@ def state_shares(steps: Sequence[StepRecord], field: str) -> dict[str, float]:
     """Returns the shares of time by state between the first and the last of `steps`. The shares add up to 1.
 
     `field` is `learner_state_s` or `generator_state_s`. With one step, the shares cover the time before it, too. The
-    state `starting` is left out: a restarted run would else look slower than it was. Returns an empty dict when there
-    is no step, or when no time has passed.
+    state `starting` is left out: a restarted run would otherwise look slower than it was. Returns an empty dict when
+    there is no step, or when no time has passed.
     """
     if not steps:
         return {}

@@ -19,9 +19,9 @@ from asyncrl.learner.records import SampleRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Texts:
-    """Decodes token ids. `tokens`: with the special tokens. `answer`: an answer as the reward of a part (the second
-    argument) got it. `last_answer`: the last answer of an episode with tools, as the reward of a part got it; None if
-    the part has no `environment.tools`."""
+    """Decodes token ids. `tokens` keeps the special tokens. The second argument of the others is the name of a part of
+    `data.mixture`: `answer` returns a completion in the form in which the reward of this part gets it, and
+    `last_answer` the last answer of an episode with tools in this form; None if the part has no `environment.tools`."""
 
     tokens: Callable[[Sequence[int]], str]
     answer: Callable[[Sequence[int], str], str]
@@ -34,12 +34,12 @@ class Texts:
 
         def answer(token_ids: Sequence[int], part: str) -> str:
             environment = parts[part].environment
-            if environment.plays_agents:  # has several turns, and tokens that were read in between
+            if environment.plays_agents:  # an episode has several turns, and tokens that the model read in between
                 return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
             return text(token_ids, special_tokens=environment.special_tokens)
 
         def last_answer(token_ids: Sequence[int], part: str) -> str | None:
-            # The tool parser needs the special tokens. Those outside of tool calls stay in the reward's text.
+            # The parser of tool calls needs the special tokens, so the reward gets those outside of tool calls too.
             return text(token_ids, special_tokens="keep") if parts[part].environment.has_tools else None
 
         return cls(
@@ -63,12 +63,13 @@ def sample_record(
     sample: int,
     texts: Texts,
 ) -> SampleRecord:
-    """Returns the full record of sample `sample` of a group with this task. Its data is row `row` of `rows`.
+    """Returns the full record of sample number `sample` of the group `leased`, whose task is `task`. The sample's data
+    is row `row` of `rows`.
 
     `rows` needs `SAMPLE_COLUMNS`. When there is one advantage per token, the record keeps their mean over the
-    completion. Tokens of an extended group that are older than its limit are not trained: the ranks mask them
-    (`asyncrl.ranks.batching`). The record contains `generation_logprobs` and `prev_logprobs` when
-    `rows` has these columns.
+    completion. If the group's deadline was extended (`staleness.on_deadline: mask`), tokens older than its limit are
+    not trained: the ranks mask them (`asyncrl.ranks.batching`). The record contains `generation_logprobs` and
+    `prev_logprobs` when `rows` has these columns.
     """
     prompt, tokens = leased.meta.prompt_tokens, leased.meta.completion_tokens[sample]
     cut = slice(prompt, leased.meta.row_tokens[sample])

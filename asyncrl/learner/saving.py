@@ -4,10 +4,10 @@ and at the end of the run.
 Training waits while the state is copied in memory. The copies are written while the next steps run. Only one save runs
 at a time: a checkpoint that is due meanwhile is postponed until the running save has ended.
 
-The newest `checkpoint.keep` checkpoints stay, those of multiples of `checkpoint.keep_every`, and the
-`checkpoint.keep_best` best ones. When a checkpoint cannot be written, training goes on and the previous checkpoint
-stays. When the checkpoint at the end of the run cannot be written, the run first writes its other records and then
-fails.
+Three kinds of checkpoints are not deleted: the newest `checkpoint.keep`, those of steps that are multiples of
+`checkpoint.keep_every`, and the `checkpoint.keep_best` best ones. When a checkpoint cannot be written, training goes on
+and the previous checkpoint stays. When the checkpoint at the end of the run cannot be written, the run first writes its
+other records and then fails.
 """
 
 import asyncio
@@ -51,8 +51,8 @@ class Checkpoints:
     `sync_records` returns when the records of all steps, evaluations and the audit are on the disk. It raises
     CheckpointError if they cannot be written. It is called before each save, because the report and the audit need the
     records of all steps up to a checkpoint. `restored_step` is the step of the checkpoint from which the run was
-    resumed. `best` gets the steps of all complete checkpoints, and returns those that must stay although they are not
-    among the newest ones.
+    resumed. `best` gets the steps of all complete checkpoints, and returns the steps of the best ones, which are not
+    deleted.
     """
 
     config: CheckpointSection
@@ -71,7 +71,7 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         self.saved = self.restored_step
-        """The step of the newest checkpoint. Step 0 needs none."""
+        """The step of the newest checkpoint. Step 0 needs no checkpoint, so a new run begins with 0."""
         self._saved_hf = True  # whether the newest checkpoint has `hf/`
         self._begun, self._begun_s = self.saved, self.clock()  # the step and the time at which the last save began
         self._postponed = False
@@ -86,7 +86,8 @@ class Checkpoints:
     def due(self, step: int) -> bool:
         """Returns whether a save must begin at `step` trained steps.
 
-        While a save runs, logs that the one that is due is postponed. It is then due as soon as that save has ended.
+        If a checkpoint is due while another save runs, logs that it is postponed. It is then due as soon as that save
+        has ended.
         """
         if step == self._begun:
             return False
@@ -179,8 +180,8 @@ class Checkpoints:
         self._running = asyncio.create_task(writing, name=f"save step {step}")
 
     async def _keep_records(self, *, at_end: bool) -> None:
-        """Puts the records of all steps on the disk. At the end of the run, a failure is logged only, because the
-        weights are worth more than the records."""
+        """Puts the records of all steps on the disk. At the end of the run, a failure is only logged, so that the
+        weights are saved even without the records."""
         try:
             await asyncio.to_thread(self.sync_records)
         except CheckpointError as error:
@@ -189,7 +190,8 @@ class Checkpoints:
             logger.error("the checkpoint at the end of the run may lack records: %s", error)
 
     async def _write(self, snapshot: RunSnapshot, *, hf: bool, started_s: float, at_end: bool) -> None:
-        """Writes what was staged. Raises nothing, because training does not need the checkpoint."""
+        """Writes the copy of the state that `RunParts.stage` has made. Raises nothing, because training does not need
+        the checkpoint."""
         step = snapshot.version.step
         path = folder_of(self.folder, step)
         try:
@@ -229,7 +231,7 @@ class Checkpoints:
             whole = sorted(step for step, path in found.items() if (path / COMPLETE).exists())
             for step in found.keys() - kept_steps(self.config, whole, best=self.best(whole)):
                 with self._warning():  # one folder that cannot be deleted must not keep the others from being deleted
-                    discard(found[step])  # renames it first, so that a kill leaves no part of a checkpoint
+                    discard(found[step])  # renames it first, so a killed deletion leaves no incomplete checkpoint
             for left in self.folder.glob("step-*.tmp"):
                 with self._warning():
                     shutil.rmtree(left)
@@ -243,12 +245,13 @@ class Checkpoints:
             logger.warning("old checkpoints in %s could not be deleted: %s. Delete them by hand", self.folder, error)
 
 
-# Keeps the weights of every version and the batch of every step, for the check of `asyncrl audit` that replays steps.
+# Keeps the weights of every version and the batch of every step, for the checks of `asyncrl audit` that compute steps
+# again.
 #
 #     audit/model/                         config and tokenizer of the model; with `model.lora`, also the frozen weights
 #     audit/weights/<version>/             the float32 weights, as the ranks save them in a checkpoint
-#     audit/batches/<version>.msgpack      the lease of the step that trained this version
-#     audit/batches/<version>.safetensors  its rows in the order of the lease, with the columns that the learner added
+#     audit/batches/<version>.msgpack      the lease of the step that began with the weights of this version
+#     audit/batches/<version>.safetensors  the rows of the step, in the order of the lease, with the learner's columns
 #
 # Each step takes as much disk space as the model. So this is for small models, and off by default
 # (`audit.keep_weights`).
@@ -320,7 +323,8 @@ class KeptSteps:
         write_atomically(lease_path, msgspec.msgpack.encode(lease))
 
     def batch(self, version: Version) -> tuple[Lease, BatchedDataDict] | None:
-        """Returns the lease and the rows of the step that trained `version`; None if they were not kept.
+        """Returns the lease and the rows of the step that began with the weights of `version`; None if they were not
+        kept.
 
         Raises OSError, MsgspecError or SafetensorError if they cannot be read, and FileRefused, which is an OSError.
         """
@@ -335,5 +339,6 @@ class KeptSteps:
 
 
 def kept_columns(*, with_logprobs: bool, extra: Sequence[str]) -> Sequence[str]:
-    """Returns the columns of a kept batch. `extra` are those that only some runs have (`Config.extra_columns`)."""
+    """Returns the columns of a kept batch. `extra` are the columns that only some runs have (`Config.extra_columns`).
+    With `with_logprobs`, the batch also has `PREV_LOGPROBS`."""
     return [*GENERATED_FIELDS, *extra, *ADDED_COLUMNS, *([PREV_LOGPROBS] if with_logprobs else [])]

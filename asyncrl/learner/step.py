@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 #
 # `check_staleness` checks the staleness bound of each group, and the ranks later that of each token. A group whose
 # oldest token is older than the limit η of its ticket is a bug of asyncrl, unless the buffer has extended its deadline
-# (`staleness.on_deadline: mask`; with the default, the learner waits instead). The ranks then mask the tokens that are
-# too old.
+# (`staleness.on_deadline: mask`; with the default, the learner waits instead). In such a group, the ranks mask the
+# tokens that are too old.
 
 
 def check_staleness(lease: Lease) -> None:
@@ -80,11 +80,12 @@ class StepSamples:
 
     - `rewards_B`: rewards after the filters, such as the penalty on overlong samples; 0 for a sample whose reward
       failed.
+    - `group_ids_B`: the number of each sample's group.
     - `advantages_B`: advantages per sample. None when the run has a critic: the critic computes one advantage per token
       from `rewards_B`. When the policy's ranks compute token-level advantages, they read `advantages_B` as the column
       `outcome_advantages`.
     - `mask_B`: 1.0 for a sample that is trained, else 0.0.
-    - `witnessed`: what is computed a second time; None in a step that is not witnessed.
+    - `witnessed`: the drawn group, which is computed a second time; None in a step that is not witnessed.
 
     `numbers` has the step's numbers by their names in `asyncrl.metrics.numbers`:
 
@@ -206,8 +207,8 @@ def step_meta(lease: Lease, *, extra: Sequence[str] = ()) -> KVBatchMeta:
 class Stages:
     """Runs the stages of the steps, with the filters and estimators of the configuration.
 
-    `loss` is that of the next step (`asyncrl.learner.penalty_control`). `states` counts the seconds of the learner's
-    process by state. Raises ConfigError if there is a critic, but no section `critic` of the configuration.
+    `loss` is the loss of the next step (`asyncrl.learner.penalty_control`). `states` counts the seconds of the
+    learner's process by state. Raises ConfigError if there is a critic, but no section `critic` of the configuration.
     """
 
     config: Config
@@ -262,7 +263,7 @@ class Stages:
         self, meta: KVBatchMeta, samples: StepSamples, *, step: int
     ) -> tuple[StepReport, StepReport | None]:
         """Runs the stages of a step in order and returns the reports of the policy and the critic. During
-        `critic.warmup_steps`, the policy's report has the same numbers, but its weights do not change.
+        `critic.warmup_steps`, the policy's report has the numbers of any other step, but its weights do not change.
 
         Raises RowsLost when rows are lost; the policy is then not trained. The critic is trained before the policy, so
         it may be trained already. The groups whose rows remain are leased again: the critic trains on them a second

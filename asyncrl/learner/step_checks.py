@@ -1,5 +1,5 @@
-"""Checks of each step after its training: the engine's log-probs are those of the learner, the witness agrees, the
-published weights change, and the loss is finite."""
+"""Checks of each step after its training: the engine's log-probs are those of the learner, a second computation (the
+witness) agrees, the published weights change, and the loss is finite."""
 
 import logging
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 class StepChecks:
     """Checks each step. It counts the steps in a row that were skipped. `recorder` has the metrics, and the last record
-    before the run was resumed."""
+    before the run was resumed. `prompts` counts how often each prompt was trained."""
 
     def __init__(self, *, config: Config, recorder: StepRecorder, prompts: TrainedPrompts) -> None:
         self._config = config
@@ -35,8 +35,8 @@ class StepChecks:
     def parity(self, report: StepReport, *, step: int) -> float | None:
         """Compares the learner's and the engine's log-probs of on-policy tokens, which must agree.
 
-        Returns the difference divided by the limit (`weights.parity_*`), for the limit that is nearest or exceeded
-        most; None if the step has no such token. Above 1, raises ParityError or logs an error, as
+        Each difference is divided by its limit (`weights.parity_*`). Returns the largest of these ratios; None if the
+        step has no on-policy token. If it is above 1, raises ParityError or logs an error, as
         `weights.on_parity_failure` says.
         """
         differences = report.on_policy_differences
@@ -57,8 +57,9 @@ class StepChecks:
         return verdict.ratio
 
     def witness(self, reports: Sequence[StepReport | None], lease: Lease) -> dict[str, Finding]:
-        """Compares the counts of the step with its lease, its learning rate with the schedule, the β of a penalty with
-        the steps before, and its prompts with the data. Returns the worst finding of each check of the witness.
+        """Compares the counts of trained samples and tokens with the lease, the learning rate with the schedule, the β
+        of a penalty with the KL of the steps before, and the prompts with the data. Returns the worst finding of each
+        check of the witness, from these comparisons and from those of the ranks in `reports`.
 
         If a check has failed, raises WitnessFailed or logs an error, as `witness.on_failure` says.
         """
@@ -78,8 +79,10 @@ class StepChecks:
         return by_check
 
     def published(self, ratio: float | None, report: StepReport, *, step: int) -> None:
-        """Logs a warning, once a run, if almost no published element has other bits although the optimizer moved the
-        weights. `ratio` is the share of the elements. Steps whose learning rate is low by the schedule do not count."""
+        """Logs a warning, once after each start of the learner, if the bits of almost no published element have changed
+        although the optimizer moved the weights. `ratio` is the share of the elements whose bits have changed; None if
+        the step published nothing. A step whose scheduled learning rate is below half of the configured one gives no
+        warning."""
         optimizer, moved = self._config.learner.optimizer, report.weights_before != report.weights_after
         full_rate = report.learning_rate >= optimizer.learning_rate / 2
         if ratio is None or ratio >= LEAST_PUBLISHED_BITS or self._said_few_bits or not (moved and full_rate):
@@ -99,8 +102,8 @@ class StepChecks:
         )
 
     def nonfinite(self, reports: Sequence[StepReport | None], lease: Lease) -> None:
-        """Raises NonFiniteError after `learner.max_nonfinite_steps` steps in a row that policy or critic skipped, as a
-        loss or a gradient was not finite (F21 in docs/faults.md)."""
+        """Raises NonFiniteError after `learner.max_nonfinite_steps` steps in a row that policy or critic skipped,
+        because a loss or a gradient was not finite (F21 in docs/faults.md)."""
         skipped = any(report is not None and report.skipped for report in reports)
         self._nonfinite_in_a_row = self._nonfinite_in_a_row + 1 if skipped else 0
         limit = self._config.learner.max_nonfinite_steps

@@ -1,11 +1,11 @@
 """Counts the prompts that are trained, and compares them with the data.
 
 Group n of a run has the n-th prompt of the order, and the order has each row of the data once an epoch. So in one epoch
-a prompt is trained at most as often as the data have it. Groups that failed, or were filtered or dropped, make it less.
-The comparison uses the group's number, the number of rows and the weights of a mixture, and not the order in which the
-buffer issues the rows.
+a prompt is trained at most as often as there are rows with it. It is trained less often if some of its groups failed,
+or were filtered or dropped. The comparison uses the group's number, the number of rows and the weights of a mixture,
+and not the order in which the buffer issues the rows.
 
-The counts begin anew at each start of the learner, and so find fewer repetitions in the epoch of the start.
+The counts begin anew at each start of the learner. So a repetition may be missed in the epoch of the start.
 """
 
 import math
@@ -28,12 +28,12 @@ group."""
 
 class TrainedPrompts:
     """Counts the trained prompts of each epoch. `tasks` are the training tasks of the run. `weights` are those of the
-    parts of a mixture by name; without a mixture, they are empty. `epochs` is `data.epochs`. Takes 16 bytes for each
-    task, and 100 for each group that was trained in this epoch."""
+    parts of a mixture by name; without a mixture, they are empty. `epochs` is `data.epochs`. Takes 16 bytes of
+    memory for each task, and 100 for each trained group of the epochs that it remembers."""
 
     def __init__(self, tasks: Sequence[Task], *, weights: Mapping[str, int] = {}, epochs: int | None = None) -> None:
         self._tasks = tasks
-        self._epochs = None if weights else epochs  # the parts of a mixture end their epochs at other groups
+        self._epochs = None if weights else epochs  # the parts of a mixture do not end their epochs at the same group
         self._weights = dict(weights) or {"": 1}
         found: dict[str, list[int]] = {name: [] for name in self._weights}
         for task in tasks:
@@ -44,13 +44,14 @@ class TrainedPrompts:
 
     @property
     def frequencies(self) -> dict[str, dict[int, int]]:
-        """The number of prompts that the data have in one row, in two rows, and so on, by part."""
+        """The number of prompts that the data have in one row, in two rows, and so on, by part of the mixture: number
+        of rows → number of prompts."""
         return {name: data.frequencies for name, data in self._data.items()}
 
     def finding(self, lease: Lease) -> Finding | None:
-        """Counts the groups of a trained step. Returns a finding on the worst prompt, one that was trained too often or
-        that the data do not have; its ratio is 0 if there is none. Returns None if no group has the checksum of its
-        prompt."""
+        """Counts the groups of a trained step. Returns a finding about the worst prompt: one that was trained too
+        often, or that the data do not have. The ratio of the finding is 0 if there is no such prompt. Returns None if
+        no group has the checksum of its prompt."""
         metas = [group.meta for group in lease.groups if group.meta.prompt is not None]
         if not metas:
             return None
@@ -61,11 +62,12 @@ class TrainedPrompts:
         return Finding(check="prompts", ratio=ratio, words=words())
 
     def _counted(self, meta: GroupMeta) -> tuple[float, Callable[[], str]]:
-        """Counts a group. Returns how many times as often its prompt was trained as the data have it, 0 if not more
-        often, and infinity if the data do not have it or the run has ended by `data.epochs`.
+        """Counts a group. Returns how often its prompt was trained in its epoch, divided by the number of rows with
+        this prompt. Returns 0 instead if this is at most 1 or if the epoch is not known, and infinity if the data do
+        not have the prompt, or if the epoch comes after the last one of `data.epochs`.
 
-        Also returns a function that says this in words. It may have to search all tasks for the prompt, so it is called
-        for the worst group of a step only.
+        Also returns a function that returns the fault in words. It may have to search all tasks for the prompt, so it
+        is called for the worst group of a step only.
         """
         assert meta.prompt is not None
         group, data = meta.group, self._data.get(meta.part)
@@ -94,7 +96,7 @@ class TrainedPrompts:
         """Returns the epoch of its part to which a group belongs, from 0 on.
 
         The groups of a mixture come in blocks: a block has as many groups of each part as the part's weight. Returns
-        None if an epoch of the part ends within the group's block, because then the order in the block decides.
+        None if an epoch of the part ends within the group's block: the epoch then depends on the order in the block.
         """
         weight, rows = self._weights[part], self._data[part].rows
         block = group // sum(self._weights.values())
@@ -102,7 +104,7 @@ class TrainedPrompts:
         return first // rows if first // rows == last // rows else None
 
     def _forget(self) -> None:
-        """Forgets old epochs, so that the counts do not grow with the run."""
+        """Deletes the counts of old epochs (`REMEMBERED_GROUPS`), so that they do not grow with the run."""
         for part, epoch in list(self._trained):
             end = (epoch + 1) * self._data[part].rows * sum(self._weights.values()) / self._weights[part]
             if end < self._newest_group - REMEMBERED_GROUPS:

@@ -1,22 +1,24 @@
-"""How much of a run's wall time trained it: the effective training time ratio (ETTR), and where the rest went.
+"""Splits a run's wall time: the share in which steps were trained, called the effective training time ratio (ETTR), and
+the parts of the rest.
 
 The ratio is that of Kokolis et al. 2024, "Revisiting Reliability in Large-Scale Machine Learning Research Clusters"
 (arXiv:2410.21680): the productive runtime of a run divided by its wall time over all of its jobs. They leave out of the
-productive runtime what was trained again after a failure, and the time of each start until the run trains.
+productive runtime the training that a failure lost and that was repeated, and the time of each start until the run
+trains.
 
     ETTR = Σ t_i / (T − T_0),  over the steps i that count
 
 - T_0 is the first start of the run, and T is its end, or now if it goes on (`RunInfo.wall_s`). A run on another host
   may have died unseen, so a reader of its directory takes its last record as T.
 - A step counts if it was trained, and if the run did not go back to a checkpoint before it. A step that was trained
-  twice counts once: its first time is in `LOST_STEPS`.
+  twice counts once: the record of its first training is in the file `LOST_STEPS`.
 - t_i is the time from the end of the record before until the end of step i. It includes the wait for groups, the
   publication of weights and the saves: their shares are in the learner's seconds by state. For the first step of a
   process of the learner, t_i begins with its lease. The time before it is the start: imports, the model, the first
   weights and evaluation, and the wait for the first groups.
 
-A step that goes on at T counts when it ends. All time between two processes of a run counts as lost, also if a person
-stopped the run in the evening and resumed it in the morning: the records do not say why a run was not running.
+A step that has not ended at T does not count yet. All time between two processes of a run counts as lost, also if a
+person stopped the run in the evening and resumed it in the morning: the records do not say why a run was not running.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -52,8 +54,8 @@ class TrainingTime:
 
     @property
     def other_s(self) -> float:
-        """The rest: no process of the learner lived, or it ended before it had trained a step that counts, or it
-        skipped steps, or it closes."""
+        """The rest of the time: no process of the learner lived; or a process lived that ended before it had trained a
+        step that counts; or the learner skipped steps, or closed the run."""
         return max(0.0, self.wall_s - self.trained_s - self.starting_s - self.again_s)
 
 
@@ -63,7 +65,7 @@ def training_time(steps: Sequence[StepRecord], *, lost: Sequence[StepRecord] = (
     spans = list(_spans(steps))
 
     def part(spans_s: Iterable[float]) -> float:
-        # no part is larger than the whole, also if the clock was set back, or the records are not of asyncrl
+        # no part may be larger than the whole, also if the clock was set back or another program wrote the records
         return min(wall_s, max(0.0, sum(spans_s)))
 
     return TrainingTime(
@@ -87,7 +89,8 @@ def _spans(records: Sequence[StepRecord]) -> Iterator[_Span]:
 
     A process of the learner continues `wall_s` from the record of its checkpoint, and adds its start to the seconds of
     the state `starting`, which do not grow afterwards. In `LOST_STEPS` the records of several losses follow each other,
-    so the record before may be of another step: only the time since its lease is then known of a step.
+    so a record may not come right after that of the step before. Of its step, only the time since the lease is then
+    known (`duration_s`).
     """
     before: StepRecord | None = None
     for record in records:

@@ -40,8 +40,8 @@ from asyncrl.witness.step import Completion, advantages, counts, scored, trained
 class Witnessed:
     """The drawn group of a step. `numbers_B` has for each row of the step its index within the drawn group, −1 for rows
     of other groups. `rows` has the indices of the drawn rows in the step. `outcomes` are their advantages; for an
-    estimator of token advantages, its input for each row: the reward less its baseline. `outcomes` is None if an
-    estimator of the user's own cannot be called again."""
+    estimator of token advantages, its input for each row: the reward less its baseline. `outcomes` is None if the
+    user's own estimator fails when it is called again, or then gives other advantages."""
 
     numbers_B: torch.Tensor
     request: Request
@@ -60,8 +60,8 @@ def witnessed(
 ) -> Witnessed:
     """Draws a group of the lease, and returns the advantages and counts with which its samples must be trained by the
     plain formulas. With `every_part`, the ranks also compute the gradient of each micro-batch alone, and compare the
-    sum with the step's gradient. `estimator` is the one that the step uses for its samples; it is called only if it is
-    one of the user's own."""
+    sum with the step's gradient. `estimator` is the one that the step uses for its samples; it is called only if the
+    user wrote it."""
     axes, completions = sample_axes(config), completions_of(lease)
     kept = trained(completions, axes=axes, config=config)
     draw = random.Random(f"{config.run.seed} {lease.incarnation} {lease.step}")
@@ -69,7 +69,7 @@ def witnessed(
     if axes is not None:
         found, by = advantages(completions, axes=axes, config=config), FORMULA
     else:
-        assert estimator is not None, "only a run with a critic has no estimator, and its axes are not None"
+        assert estimator is not None, "only a run with a critic has no estimator, and then `axes` is not None"
         found, by = with_groups_exchanged(estimator, completions, config=config, draw=draw), GROUPS_EXCHANGED
     teaches = [is_kept and (found is None or found[n] != 0) for n, is_kept in enumerate(kept)]
     drawn = _drawn(lease, teaches, draw=draw, most_tokens=config.witness.group_tokens)
@@ -92,7 +92,7 @@ def witnessed(
 
 
 def filtered_reward(completion: Completion, config: Config) -> float:
-    """Returns the reward after the filters of `algorithm`, 0 for one that failed."""
+    """Returns the reward after the filters of `algorithm`; 0 for a reward that failed."""
     return 0.0 if completion.reward is None else scored(completion, config).reward
 
 
@@ -139,8 +139,8 @@ def with_groups_exchanged(
 
 
 def without_formula(loss: object, config: Config) -> list[str]:
-    """Returns what the witness checks of a loss, an estimator and optimizers of the user's own, and what it does not
-    check."""
+    """Returns a text for a loss, an estimator and each optimizer that the user wrote: what the witness checks of it,
+    and what it does not check."""
     found = []
     if not isinstance(loss, ObjectiveLoss):
         found.append(
@@ -177,7 +177,7 @@ def read_token_findings(
     read: Callable[..., BatchedDataDict],
 ) -> list[Finding]:
     """Reads the drawn rows of a step with `read` (`TQPolicy.read_from_dataplane`), and returns `token_findings`.
-    Returns an empty list if there is no estimator of tokens or no drawn row."""
+    Returns an empty list if the advantages are not per token, or if no row was drawn."""
     if drawn is None or not drawn.rows or estimator is None:
         return []
     return token_findings(drawn, read(meta.subset(drawn.rows), select_fields=token_columns(estimator)), estimator)
@@ -256,7 +256,7 @@ def rate_of_lease(lease: Lease, report: StepReport, *, config: Config) -> Findin
 
 
 class ExpectedBeta:
-    """Follows the β of the penalty with `control` by the plain formula, from the KL of the steps before. `before` is
+    """Computes the β of the penalty with `control` by the plain formula, from the KL of the steps before. `before` is
     the last record of a resumed run. `value` is the β of the next step; None if no penalty has `control`."""
 
     def __init__(self, config: Config, before: StepRecord | None = None) -> None:
@@ -269,7 +269,7 @@ class ExpectedBeta:
             self.advance(before.step, before.kl_nats)
 
     def advance(self, step: int, kl_nats: Mapping[str, float]) -> None:
-        """Computes the β of the next step. `kl_nats` has the recorded KL of `step` by the other policy."""
+        """Computes the β of the next step. `kl_nats` has the recorded KL of `step`, by the name of the other policy."""
         if self.value is not None and self._penalty is not None and step >= self._only_critic:
             kl = kl_nats.get(self._penalty["q"])
             self.value = self.value if kl is None else next_beta(self.value, self._penalty["control"], kl)
@@ -339,9 +339,9 @@ def _of_group(group: LeasedGroup, *, step: int) -> Sequence[Completion]:
 
 
 def _drawn(lease: Lease, teaches: Sequence[bool], *, draw: random.Random, most_tokens: int) -> list[int]:
-    """Draws a group, and returns its first rows: as many as have at most `most_tokens` tokens together. A group without
-    a sample that `teaches` has no gradient, so it is drawn only if there is no other group. Returns an empty list if no
-    row fits."""
+    """Draws a group, and returns the indices of its first rows: as many as have at most `most_tokens` tokens together.
+    `teaches` says for each sample of the step whether it has a gradient. A group without such a sample is drawn only if
+    there is no other group. Returns an empty list if no row fits."""
     fit = list[list[int]]()
     end = 0
     for group in lease.groups:

@@ -318,7 +318,7 @@ def test_a_group_is_committed_without_some_rewards_but_not_without_all_of_them()
     [ticket] = scene.reserve(1)
     meta = finished(ticket)
     for rewards in ((None, None), (1.0, math.nan), (None, math.inf)):
-        with pytest.raises(ValueError, match="a sample must have a reward"):
+        with pytest.raises(ValueError, match="at least one sample must have a reward"):
             scene.buffer.commit(msgspec.structs.replace(meta, rewards=rewards))
     assert scene.buffer.commit(msgspec.structs.replace(meta, rewards=(None, 1.0))) is CommitOutcome.ACCEPTED
 
