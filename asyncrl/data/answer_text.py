@@ -1,4 +1,4 @@
-"""The text of an answer, as its reward gets it and as samples show it."""
+"""The text of a model's answer, as the reward gets it and as the files in `samples/` show it."""
 
 import re
 from collections.abc import Sequence
@@ -29,12 +29,13 @@ def hidden_tags(tokenizer: Any, *, special_tokens: SpecialTokens) -> tuple[str, 
 
 
 def note_on_begin(tokenizer: Any) -> str | None:
-    """Returns a line about tags of thoughts that the chat template writes before an answer; None if there are none."""
+    """Returns a line about tags such as `<think>` that the chat template writes before an answer; None if there are
+    none."""
     begin = generation_prompt(tokenizer)
     if not (tags := _BEGUN.findall(begin)):
         return None
     return (
-        f"the chat template writes {' '.join(tags)} before an answer, so completions do not have it: "
+        f"the chat template writes {' '.join(tags)} before an answer, so completions do not have this text: "
         f"task.generation_prompt is {begin!r}"
     )
 
@@ -62,7 +63,7 @@ class AnswerText:
         self._tokenizer = tokenizer
         self._stops = stops
         self._ends: dict[SpecialTokens, frozenset[int | None]] = {
-            "drop": frozenset({further_end(tokenizer)}),  # need not be a special token, so `decode` may keep it
+            "drop": frozenset({further_end(tokenizer)}),  # if it is not a special token, `decode` keeps it
             "keep": frozenset({template_end(tokenizer), *engine_ends(tokenizer)}),
         }
 

@@ -109,8 +109,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
 
         With dynamic batching or packing it also returns the caller's row number of each row of the concatenated shards,
         for `reorder_data`. Uneven shards have ⌈rows / shards⌉ rows; the last ones may have fewer or none, but all
-        columns. `asyncrl.data.sharding` has the rules. It raises an error when the numbers do not divide or a row is
-        too long.
+        columns. `asyncrl.data.sharding` has the rules. Raises the errors of `plan_shards`, such as for numbers that do
+        not divide or a row that is too long.
         """
         self._check_rows()
         plans = plan_shards(
@@ -180,7 +180,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
             require(step > 0, f"batch_size is {batch_size}; for a batch without micro-batches it must be at least 1")
             counts = [min(step, self.size - start) for start in range(0, self.size, step)]
         if not 0 <= i < len(counts):
-            raise IndexError(f"batch {i} does not exist: there are {len(counts)} ({self.size} rows)")
+            raise IndexError(f"chunk {i} does not exist: the batch of {self.size} rows has {len(counts)} chunks")
         start = sum(counts[:i])
         part = self.slice(start, start + counts[i])
         if self.micro_batch_indices is not None and self.micro_batch_lengths is not None:

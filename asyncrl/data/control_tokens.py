@@ -1,8 +1,8 @@
 """Control tokens of a tokenizer in the texts of users.
 
 A tokenizer turns the text of a control token, such as `<|im_start|>` or `</s>`, into this token wherever it stands. So
-a row of a dataset may end a turn or begin another one. A prompt to which a chat template has been applied already has
-such tokens too, or the template's own words, such as `[INST]`.
+a row of a dataset may end a turn or begin another one. If the dataset's author has applied a chat template to a prompt,
+the prompt also contains such tokens, or the template's own words, such as `[INST]`.
 """
 
 import re
@@ -15,8 +15,8 @@ from asyncrl.data.tokenizer import encode_prompt
 
 _MESSAGE = "question"
 _MOST_WORDS = 3
-"""The most words of the line before a message that are taken as the template's own. Of a longer line, such as a system
-prompt, only the last word is taken."""
+"""If the line before a message has at most this number of words, all of them are taken as the template's own. Of a
+longer line, such as a system prompt, only the last word is taken."""
 
 
 class ControlTokens:
@@ -55,7 +55,8 @@ class ControlTokens:
         return (sides[0] if len(words) <= _MOST_WORDS else words[-1]), sides[1]
 
     def of_template(self, token: str) -> bool:
-        """Returns whether the chat template writes this control token, or these words, around a message."""
+        """Returns whether the chat template writes `token` around a message. `token` is a control token, or the words
+        that `first_in` returns."""
         return token == self._words[0] or self._ids[token] in self._of_template
 
     def description(self, token: str) -> str:
@@ -70,8 +71,9 @@ class ControlTokens:
         return next(self._found(text), None)
 
     def first_in(self, task: Task) -> str | None:
-        """Returns the first control token in the text or the messages of a task, or the words with which the template
-        begins a message if those with which it ends one follow; None if there is neither."""
+        """Returns the first control token in the text or the messages of a task. Without a control token, returns the
+        words that the template writes before a message, if a text contains them and then the words after a message;
+        otherwise None."""
         texts = [message["content"] for message in task.messages] or [task.prompt]
         begin, end = self._words
         found = (token for text in texts for token in self._found(text))
@@ -90,7 +92,7 @@ class ControlTokens:
 
 def with_control_tokens(tasks: Sequence[Task], tokenizer: Any) -> list[tuple[Task, str]]:
     """Returns the tasks whose text has a control token, or the words that the chat template writes around a message.
-    Each task comes with its first control token. Without one, it comes with the words before a message."""
+    Each task comes with its first control token. A task without one comes with the words before a message."""
     tokens = ControlTokens(tokenizer)
     found = ((task, tokens.first_in(task)) for task in tasks)
     return [(task, token) for task, token in found if token is not None]

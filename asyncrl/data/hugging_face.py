@@ -78,8 +78,8 @@ def _loaded(source: str, subset: str | None, *, split: str, options: Mapping[str
     """Runs `datasets.load_dataset`. Unless `options` has `features`, each cell of a CSV file is a text, and JSON files
     are only found and downloaded by `datasets`, and read by `json_file_rows`.
 
-    Otherwise pandas would infer the types of CSV columns from blocks of 10,000 rows: `007` becomes 7 in some blocks.
-    And `datasets` would convert the values of JSON files to the types of columns (see `json_files.py`).
+    Without these two rules, pandas would infer the types of CSV columns from blocks of 10,000 rows: `007` becomes 7 in
+    some blocks. And `datasets` would convert the values of JSON files to the types of columns (see `json_files.py`).
     """
     import datasets
     from datasets.packaged_modules.csv.csv import CsvConfig
@@ -101,8 +101,8 @@ def _loaded(source: str, subset: str | None, *, split: str, options: Mapping[str
 
 def _builder(source: str, subset: str | None, *, options: Mapping[str, Any]) -> Any:
     """Returns the object with which `datasets` finds and reads a dataset. If the Hub does not answer, `datasets` would
-    take the rows that it has cached, in which the values of JSON files have other types. The object then reads the
-    files that were downloaded before, if they are still in the Hub's cache."""
+    take the rows that it has cached, in which the values of JSON files have other types. In this case the returned
+    object reads the files that were downloaded before, if they are still in the Hub's cache."""
     import datasets
     from datasets.packaged_modules.cache.cache import Cache
 
@@ -116,8 +116,8 @@ def _builder(source: str, subset: str | None, *, options: Mapping[str, Any]) -> 
             raise
     if (folder := _snapshot(source, options.get("revision"))) is None:
         return builder
-    # The files of the subset are named, or `datasets` would also look for those of the first subset, which may not have
-    # been downloaded.
+    # Names the files of the subset: otherwise `datasets` would also look for the files of the first subset, which may
+    # not have been downloaded.
     own = _card(folder).get(subset, {}) if options.keys().isdisjoint(("data_files", "data_dir")) else {}
     where = {name: own[name] for name in ("data_files", "data_dir") if name in own}
     return datasets.load_dataset_builder(str(folder), subset, **{**options, **where, "revision": None})
@@ -209,8 +209,8 @@ def _check_header(file: str, found: Sequence[str], *, config: Any, login: Any) -
 
 
 def _saved(found: Any, *, split: str) -> Iterable[Mapping[str, Any]]:
-    """Returns a split of a dataset that `save_to_disk` has written. `found` is several splits by name, or a single one
-    without a name, which is returned whatever `split` is."""
+    """Returns a split of a dataset that `save_to_disk` has written. `found` has several splits by name, or is one
+    split without a name. This one is returned for every value of `split`."""
     if not isinstance(found, Mapping):
         return found  # type: ignore[no-any-return]
     if split not in found:
@@ -233,7 +233,7 @@ def _of_files(path: Path, *, split: str, options: Mapping[str, Any]) -> Iterable
         )
     known = FORMATS[files[0].suffix]
     names = [str(each) for each in files]
-    # Files have no splits, so all of them are the one that was named; its part may be taken (`train[:1000]`).
+    # Files have no splits, so all files form the split that `split` names. It may also name a part (`train[:1000]`).
     plain = split.partition("[")[0]
     if known == "json" and options.keys() <= JSON_OPTIONS:
         return json_file_rows({plain: files}, split=split, options=options)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class LeftOutRow(NamedTuple):
-    """A row that is left out: its number in its dataset, from 1, a reason that is counted, and details for people."""
+    """A row that is left out: its number in its dataset, from 1, a reason (a key of `REASONS`), and details."""
 
     row: int
     reason: str
@@ -54,8 +54,8 @@ def in_words(by_reason: Mapping[str, int]) -> str:
 
 
 def joined(*found: tuple[str, Iterable[LeftOutRow]]) -> dict[str, list[LeftOutRow]]:
-    """Joins pairs (part, rows that are left out of it) to one dict by part. A part may be in several pairs; one without
-    rows gets no entry."""
+    """Joins pairs (part, rows that are left out of it) to one dict by part. A part may be in several pairs. A part
+    without rows gets no entry."""
     rows: dict[str, list[LeftOutRow]] = {}
     for part, of_part in found:
         if more := list(of_part):

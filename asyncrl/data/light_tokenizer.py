@@ -104,8 +104,9 @@ class LightTokenizer:
 def light_tokenizer(
     path: Path, *, chat: str, chat_options: Mapping[str, Any] = {}, tools: Tools = ()
 ) -> LightTokenizer | None:
-    """Loads the tokenizer of the model in the directory `path`. Returns None if only transformers can load it, or write
-    the `tools` with its template. Raises ConfigError if it does not have the template `chat`."""
+    """Loads the tokenizer of the model in the directory `path`. Returns None if only transformers can load this
+    tokenizer, or can write the `tools` with its template. Raises ConfigError if it does not have the template
+    `chat`."""
     from tokenizers import Tokenizer
 
     if not (path / "tokenizer.json").is_file():

@@ -7,7 +7,7 @@ heaviest bins are cut in two. Empty bins are never added, because a rank without
 
 | algorithm | rule | bins, n → ∞ |
 |---|---|---|
-| concatenative | next fit: in the given order; opens a new bin when the last one is full | ≤ 2 · OPT |
+| concatenative | next fit: in the given order; opens a new bin when the last one has no room | ≤ 2 · OPT |
 | first_fit_shuffle | first bin with room, in a shuffled order, which mixes lengths within bins | ≤ 1.7 · OPT |
 | first_fit_decreasing | first bin with room, longest sequence first | ≤ 11/9 · OPT |
 | modified_first_fit_decreasing | fills bins of large sequences with what fits best, then first fit | ≤ 71/60 · OPT |

@@ -1,8 +1,8 @@
-"""Prompts: makes them of questions, issues them in a shuffled order, and holds some of them out.
+"""Makes prompts from questions, issues them in a shuffled order, and holds some of them out for evaluation.
 
 A dataset is a sequence of `Task`s, which `rows.py` reads. `PromptSource` issues the training tasks epoch after epoch,
-in an order that only the seed determines. Held-out tasks are chosen by a hash of the question, so that a question which
-occurs in several tasks is never both held out and trained.
+in an order that only the seed determines. A hash of the question, and of the other fields in `data.prompt_template`,
+decides whether a task is held out. So tasks that are equal in these are never both held out and trained.
 """
 
 import difflib
@@ -27,7 +27,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     task's number in its dataset, from 1, which errors name. It is 0 for a task that is not from a dataset. `part` is
     the name of the task's part of `data.mixture`; empty without a mixture. `generation_prompt` is the text with which
     the chat template begins the model's answer, for example `<|im_start|>assistant\n<think>\n`: a completion continues
-    it. It is known when the completion is scored, and empty before, and without a template.
+    this text. It is set before the completion is scored. Until then, and without a template, it is empty.
     """
 
     question: str
@@ -56,8 +56,8 @@ class PromptCursor(msgspec.Struct, frozen=True, kw_only=True):
 class PromptData(msgspec.Struct, frozen=True, kw_only=True):
     """Hashes of the training prompts of a deployment, by which they are compared with the prompts of its run.
 
-    `source` says where they come from, and on which machine. `rows` has `ROW_BYTES` bytes of a hash of each task, in
-    order: they show where two datasets differ.
+    `source` names the dataset of the prompts and the machine, for errors. `rows` has `ROW_BYTES` bytes of a hash of
+    each task, in order: they show where two datasets differ.
     """
 
     source: str
@@ -69,7 +69,7 @@ ROW_BYTES = 4
 
 
 def prompt_data(tasks: Sequence[Task], *, source: str) -> PromptData:
-    """Returns what identifies the prompts `tasks`."""
+    """Returns the hashes of the prompts of `tasks`, in this order. `source` is described in `PromptData`."""
     return PromptData(
         source=source,
         fingerprint=fingerprint(tasks),
@@ -78,8 +78,8 @@ def prompt_data(tasks: Sequence[Task], *, source: str) -> PromptData:
 
 
 def _whole(task: Task) -> bytes:
-    """Returns what hashes of a task are made of: its prompt, messages, answer and metadata, as JSON. The number of its
-    row and its part do not count."""
+    """Returns the data that hashes of a task cover: its prompt, messages, answer and metadata, as JSON. The numbers of
+    rows and the names of parts are not in it."""
     whole = (task.prompt, task.messages, task.answer, task.metadata)
     return msgspec.json.encode(whole, order="deterministic")
 
@@ -102,8 +102,8 @@ def _names_in(template: str) -> list[str]:
 
 def without_fields(template: str, tasks: Sequence[Task]) -> list[tuple[Task, LeftOutRow]]:
     """Returns the tasks that lack a field of the template, for example because a cell of a CSV file is empty, each with
-    the reason. Tasks with messages need no template, so they are not returned. If all tasks lack a field, returns none,
-    because then the template is wrong. Raises ConfigError for a malformed template."""
+    the reason. Tasks with messages need no template, so they are not returned. If all tasks lack a field, the template
+    is wrong, and the returned list is empty. Raises ConfigError for a malformed template."""
     names = set(_names_in(template)) - {"question"}
     lacking = [(task, sorted(names - _fields_of(task).keys())) for task in tasks] if names else []
     rows = [(task, missing) for task, missing in lacking if missing and not task.messages]
@@ -169,7 +169,8 @@ def in_conversation(
         own = asked(task.input)
         if system_prompt is not None and own[0]["role"] == "system":
             raise DatasetError(
-                f"row {task.row} has a message of the system, and data.system_prompt would be a second one; unset it"
+                f"row {task.row} has a message of the system, and data.system_prompt would be a second one; unset "
+                "data.system_prompt"
             )
         messages = (*before, *own)
         placed.append(msgspec.structs.replace(task, messages=messages, prompt=as_text(messages)))
@@ -177,8 +178,9 @@ def in_conversation(
 
 
 def without_repeated(tasks: Sequence[Task]) -> tuple[list[Task], list[LeftOutRow]]:
-    """Returns the tasks without those whose finished prompt, answer and metadata are equal to an earlier task's, and
-    the rows of those that it leaves out. A text and a single message of the user with this text are the same prompt."""
+    """Returns two lists: the tasks without repetitions, and the rows of the repetitions. A task is a repetition if its
+    finished prompt, answer and metadata are equal to those of an earlier task. A text and a single message of the user
+    with this text are the same prompt."""
     first_rows: dict[bytes, int] = {}
     kept, repeated = [], []
     for task in tasks:
@@ -200,9 +202,9 @@ def asked_in(task: Task, template: str) -> tuple[str, ...]:
 
 
 def compared(task: Task) -> str:
-    """Returns the text by which a prompt that is held out is found among training prompts: its messages, without the
-    white space around them. Many chat templates remove this white space, so prompts that differ in nothing else are the
-    same for the model."""
+    """Returns the text by which a training prompt is compared with held-out prompts: the messages of the task, without
+    the white space around them. Many chat templates remove this white space, so prompts that differ in nothing else are
+    the same for the model."""
     return "\n".join(f"{message['role']}: {message['content'].strip()}" for message in asked(task.input))
 
 
@@ -329,8 +331,8 @@ class PromptSource:
         return PromptCursor(issued=self._issued, fingerprint=self._fingerprint)
 
     def restore(self, cursor: PromptCursor) -> None:
-        """Continues from `cursor`. Raises DatasetError for the cursor of another dataset or mixture, whose numbers mean
-        other prompts."""
+        """Continues from `cursor`. Raises DatasetError for a negative cursor, and for the cursor of another dataset or
+        mixture, in which the same number means another prompt."""
         if cursor.fingerprint != self._fingerprint:
             raise DatasetError(
                 f"the checkpoint's prompts ({cursor.fingerprint}) are not those of this dataset ({self._fingerprint}); "

@@ -1,4 +1,4 @@
-"""Checksums of rows and prompts, by which learner and audit recognise what a step trained."""
+"""Checksums of rows and prompts, by which learner and audit recognise the rows that a step trained."""
 
 from typing import Any
 

@@ -21,10 +21,10 @@ from asyncrl.errors import ConfigError, DatasetError
 OnBadRow = Literal["refuse", "skip"]
 
 MAX_ROW_BYTES = 2**20
-"""Longest line of a file that `jsonl_rows` reads. A longer line means a broken file, not a prompt."""
+"""Longest line of a file that `jsonl_rows` reads. A longer line is a bad row, because it means a broken file."""
 
 FIRST_ROWS = 100
-"""Rows that are checked first. If all of them are bad, the dataset has another format, so it is refused."""
+"""The number of rows that are checked first. If all of them are bad, the dataset has another format and is refused."""
 
 READ = ("prompt", "messages", "answer")
 """The keys of a row that are read. `data.columns` maps each of them to the name that it has in a dataset."""
@@ -40,7 +40,7 @@ _ABSENT = object()
 
 
 class BadRow(Exception):
-    """A row that cannot become a task. Rows are counted by `reason`."""
+    """A row that cannot become a task. `reason` is a key of `left_out.REASONS`, by which bad rows are counted."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -88,12 +88,13 @@ def read_rows(
     on_bad_row: OnBadRow,
     columns: Mapping[str, str | None] = {},
 ) -> tuple[list[Task], list[LeftOutRow]]:
-    """Converts rows to tasks. Returns them, and the rows that were skipped.
+    """Converts rows to tasks. Returns the tasks, and the rows that were skipped.
 
     A row is a task, or an object with a `prompt` (a text or a list of messages) or `messages`, and an `answer` (a text
-    or an integer). If its messages end with one of the assistant, this one is not part of the prompt, and it is the
-    answer unless the row has another one. `columns` has other names for these three, with dots between the names of
-    nested objects. A null under one of these names is an absent key. All other keys become metadata.
+    or an integer). If the last message is one of the assistant, it is not part of the prompt, and it is the answer
+    unless the row has an `answer`. `columns` has other names for `prompt`, `messages` and `answer`, with dots between
+    the names of nested objects. With `answer: None` in it, the rows need no answer. A null under one of these names is
+    an absent key. All other keys become metadata.
 
     A row is bad if it is a BadRow already, or for one of the reasons `blank`, `not_an_object`, `missing_key`,
     `wrong_type` and `messages`. If `on_bad_row` is `refuse`, raises DatasetError for the first bad row, with `source`
@@ -181,8 +182,8 @@ def _of_row(row: Mapping[str, Any], *, number: int, columns: Mapping[str, str | 
 def _value(row: Mapping[str, Any], key: str | None) -> Any:
     """Returns the value of a key, which may lead into nested objects (`reward_model.ground_truth`), or `_ABSENT`.
 
-    A null counts as absent: concatenated datasets have the columns of each of them, with null in the rows of those that
-    do not have the column.
+    A null counts as absent: when datasets with different columns are concatenated, each row has null in the columns
+    that its own dataset lacks.
     """
     if key is None:
         return _ABSENT
@@ -246,7 +247,7 @@ def _check_metadata(metadata: object) -> None:
             )
 
 
-# Finds the columns of prompt and answer in a dataset whose columns have names of its own.
+# Finds the columns of prompt and answer in a dataset whose columns have other names than `prompt` and `answer`.
 
 LIKELY: Mapping[str, Sequence[str]] = {
     "prompt": ("question", "problem", "instruction", "query", "input"),

@@ -57,7 +57,8 @@ class ShardPlan:
 
     `rows_per_chunk[c]`: the shard's rows of chunk c.
     `micro_batch_indices[c]`: [start, end) of each micro-batch, counted from the shard's first row of chunk c.
-    `micro_batch_lengths[c]`: tokens of each micro-batch: the width to which its rows are cut, or all tokens of a bin.
+    `micro_batch_lengths[c]`: for each micro-batch, the width to which its rows are cut (dynamic batching), or the
+    number of all tokens in its bin (packing).
     The last two are None for shards without micro-batches.
     """
 
@@ -91,8 +92,9 @@ def plan_shards(
     token ids. They are called only if the mode needs them. With `allow_uneven_shards` the number of rows need not be a
     multiple of `shards`.
 
-    Raises AssertionError for modes that exclude each other and for numbers that do not divide. Raises ValueError for a
-    multiple below 1, and the errors of the mode.
+    Raises AssertionError for modes that exclude each other, for numbers that do not divide, and with dynamic batching
+    for a row over the limit. Raises ValueError for a multiple below 1, and with packing for a row over the limit and
+    for fewer rows than bins.
     """
     require(
         dynamic is None or packing is None, "dynamic_batching_args and sequence_packing_args cannot be passed together"
@@ -193,8 +195,8 @@ def _close_micro_batches(widths: Sequence[int], *, limit: int) -> list[tuple[int
 
 
 def _packed(chunk: range, lengths: Sequence[int], *, shards: int, args: SequencePackingArgs) -> list[_Part]:
-    """Packs the rows of a chunk into bins. Their number is a multiple of `shards`, and each shard is the rows of one
-    rank. Bin b is a micro-batch of shard b % shards.
+    """Packs the rows of a chunk into bins. The number of bins is a multiple of `shards`. Bin b is a micro-batch of
+    shard b % shards.
 
     All shards have the same number of bins but different numbers of rows. Raises ValueError for a row over the limit,
     and for fewer rows than bins.
@@ -216,7 +218,7 @@ def _packed(chunk: range, lengths: Sequence[int], *, shards: int, args: Sequence
 
 
 def _plan(parts: Sequence[_Part], *, is_cut: bool) -> ShardPlan:
-    """Returns the plan of the shard that has the `parts`, one of each chunk. `is_cut`: it has micro-batches."""
+    """Returns the plan of the shard that has the `parts`, one of each chunk. `is_cut`: the parts have micro-batches."""
     rows = [row for part in parts for row in part.rows]
     rows_per_chunk = [len(part.rows) for part in parts]
     if not is_cut:

@@ -22,8 +22,8 @@ TOP_IDS, TOP_LOGPROBS = "top_ids", "top_logprobs"
 """Columns with `generator.logprobs`: the ids of the tokens that were most likely when each token was sampled, the most
 likely one first, and their log-probs under the distribution from which it was sampled."""
 NO_TOKEN = -1
-"""Value of `support_ids` and `top_ids` beyond the tokens of a list, and for prompt and padding tokens, which have no
-list. `top_logprobs` is 0 there."""
+"""Value of `support_ids` and `top_ids` in the unused places behind the last token of a list, and in all places of
+prompt and padding tokens, which have no list. `top_logprobs` is 0 in these places."""
 WIDE_FIELDS = (SUPPORT, TOP_IDS, TOP_LOGPROBS)
 """The columns that have several numbers for each token (`Config.widths`)."""
 
@@ -120,15 +120,15 @@ class TrainDatumSpec(_StepColumns):
     """Samples to train on. Some log-prob columns exist only when the objective needs them."""
 
     group_ids: NotRequired[torch.Tensor]
-    """int64 [B]: equal for all rows of one prompt; used by the aggregation `prompt_mean`."""
+    """int64 [B]: equal for all rows of one prompt; used by the aggregation `prompt_mean` of a loss."""
     rewards: NotRequired[torch.Tensor]
-    """float32 [B]: used by the penalty `positive_nll`."""
+    """float32 [B]: used by the penalty `positive_nll` of a loss."""
     support_ids: NotRequired[torch.Tensor]
     """int32 [B, S, K]: the ids of the tokens among which each token was sampled, −1 beyond them. Log-probs and
     entropies are those of the distribution over these tokens."""
     top_ids: NotRequired[torch.Tensor]
     """int32 [B, S, L]: the ids of the tokens that were most likely when the token was sampled, −1 beyond them; used by
-    the axis `centering`."""
+    the setting `centering` of a loss."""
     top_logprobs: NotRequired[torch.Tensor]
     """float32 [B, S, L]: the log-probs of `top_ids` under the weights that sampled the token; 0 beyond them."""
     branch_ids: NotRequired[torch.Tensor]
@@ -182,7 +182,7 @@ def _padding_fault(data: Mapping[str, Any], pad_value: int) -> str | None:
     return None
 
 
-# Tells which tokens of a batch are trained, and what was most likely for them.
+# Tells which tokens of a batch are trained, and which tokens were most likely in their places.
 
 
 def trained_mask(batch: BatchedDataDict) -> torch.Tensor:
@@ -194,8 +194,8 @@ def trained_mask(batch: BatchedDataDict) -> torch.Tensor:
 
 
 def listed_tops(row: Mapping[str, torch.Tensor], places: slice) -> list[dict[int, float]]:
-    """Returns the ids and log-probs of the sampler's most likely tokens for the tokens of a row at these places; an
-    empty list if the row does not have the columns."""
+    """Returns a dict {id: log-prob} for each of these places of a row: the tokens that were most likely for the sampler
+    in this place. Returns an empty list if the row does not have the columns."""
     if TOP_IDS not in row or TOP_LOGPROBS not in row:
         return []
     pairs = zip(row[TOP_IDS][places].tolist(), row[TOP_LOGPROBS][places].tolist(), strict=True)

@@ -15,7 +15,8 @@ Message = dict[str, str]
 ROLES = ("system", "user", "assistant")
 _MORE_CONTENT = ("tool_calls", "function_call", "tool_call_id", "tools", "images", "image", "videos", "audio")
 """Keys of a message that chat templates would write into the prompt, but which asyncrl does not pass to them. A message
-with one of them is refused. Reasoning is not among them, because templates leave out that of earlier turns anyway."""
+with one of them is refused. Keys with reasoning are not in this list, because templates leave out the reasoning of
+earlier turns anyway."""
 
 
 def checked_messages(value: Iterable[object]) -> tuple[Message, ...]:
@@ -147,7 +148,7 @@ def with_options(template: str, options: Mapping[str, Any]) -> str:
     >>> with_options("{{ messages[0].content }}", {"enable_thinking": False})
     '{% set enable_thinking = False %}\\n{{ messages[0].content }}'
     """
-    # Jinja reads the literals of Python, and removes the newline after a block, as transformers sets it up.
+    # Jinja reads literals of Python. As transformers configures it, it removes the newline after a block.
     return "".join(f"{{% set {name} = {value!r} %}}\n" for name, value in options.items()) + template
 
 
@@ -166,11 +167,11 @@ def encode_prompt(tokenizer: Any, prompt: Input, *, tools: Tools = ()) -> list[i
 
 
 def encode_prompts(tokenizer: Any, prompts: Sequence[Input], *, tools: Tools = ()) -> list[list[int]]:
-    """Returns the token ids of each prompt. One call for many prompts takes a fast tokenizer half the time.
+    """Returns the token ids of each prompt. A fast tokenizer needs half the time of separate calls for each prompt.
 
-    With a chat template, a text becomes the message of a user, and the template gets the `tools`. A token that begins
-    sequences is left out at the beginning of a text if template or tokenizer write it too. Raises DatasetError for
-    prompts of messages if the tokenizer has no template.
+    With a chat template, a text becomes the message of a user, and the template gets the `tools`. The token that begins
+    sequences (BOS) is removed from the beginning of a text if the template or the tokenizer writes it too. Raises
+    DatasetError for prompts of messages if the tokenizer has no template.
     """
     if not prompts:
         return []

@@ -31,8 +31,9 @@ def engine_ends(tokenizer: Any) -> frozenset[int]:
 
 def template_end(tokenizer: Any) -> int | None:
     """Returns the control token with which the chat template ends an answer that another message follows: the first of
-    `engine_ends` behind the answer's text, otherwise the first control token there. None if there is none before the
-    text of the next message, without a template, and for a template that refuses or leaves out such messages."""
+    `engine_ends` behind the answer's text, otherwise the first control token behind it. Returns None if there is no
+    control token before the text of the next message, if the tokenizer has no template, and if the template refuses or
+    leaves out such messages."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     try:
@@ -63,7 +64,7 @@ def further_end(tokenizer: Any) -> int | None:
 
 def generation_prompt(tokenizer: Any) -> str:
     """Returns the text with which the chat template begins an answer, with special tokens; empty without a template, or
-    if the template writes a conversation in another way when an answer follows."""
+    if the template also changes the messages before this text when an answer follows."""
     if not getattr(tokenizer, "chat_template", None):
         return ""
     try:

@@ -5,8 +5,8 @@
         message = await session.chat(messages)
         ...
 
-An agent runs in a scoring process, as a reward does: it may hang, crash or use too much memory. It reaches the model by
-an OpenAI-style URL only, so it may be any program that can be given a URL and a key.
+An agent runs in a scoring process, as a reward does. So it may hang, crash or use too much memory without harm to the
+generator. It reaches the model by an OpenAI-style URL only, so it may be any program that can be given a URL and a key.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), **options: Any
     ) -> dict[str, Any]:
         """Returns the model's message that follows `messages`, with the keys `role`, `content` and, if it calls tools,
-        `tool_calls`. Append it to the messages as it is, and the next call continues it.
+        `tool_calls`. Append it to `messages` unchanged: the next call then continues this conversation.
 
         Raises RuntimeError with the server's message if the call is refused, for example beyond
         `environment.max_turns` or `model.max_length`.
@@ -102,9 +102,9 @@ class Demonstration(msgspec.Struct, frozen=True, kw_only=True):
 def as_reward(agent: Agent, *, named: str, tools: Sequence[dict[str, Any]] = ()) -> RewardFunction:
     """Returns an agent as an async reward function, whose completions are sessions as JSON texts.
 
-    An agent that is no coroutine function runs in a thread. `named` is the setting that names it. `tools` are those
-    descriptions of its tools that are known before the first episode. Raises ConfigError if it cannot be called with a
-    session and a task.
+    An agent that is not a coroutine function runs in a thread. `named` is the setting that names the agent. `tools` are
+    those descriptions of its tools that are known before the first episode. Raises ConfigError if the agent cannot be
+    called with a session and a task.
     """
     try:
         signature = inspect.signature(agent)

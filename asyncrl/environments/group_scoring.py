@@ -33,8 +33,8 @@ CANCEL_GRACE_S = 1.0
 """Seconds that cancelled coroutines get to end. If one of them does not end, its process is replaced."""
 
 SEND_EVERY_S = 0.005
-"""Seconds. Outcomes are sent before the end of their request if the last ones were sent longer ago, so that they are
-known if a later completion ends the process. A message for each completion would cost as much as a fast reward. The
+"""Seconds. If the last outcomes were sent longer ago, the new ones are sent before their request ends, so that they are
+not lost if a later completion ends the process. A message for each completion would cost as much as a fast reward. The
 outcomes of asynchronous rewards, which are not fast, are sent at once."""
 
 _OUT_OF_MEMORY = "ran out of environment.score_memory_mib"
@@ -132,7 +132,7 @@ class GroupScoring:
         self._end(call, outcomes)
 
     async def _awaited(self, call: _Call) -> list[Outcome]:
-        """Makes a call. No error leaves it, because a task that raises SystemExit ends the event loop."""
+        """Makes a call. Errors of the reward become failures, because a SystemExit would end the event loop."""
         try:
             return self._outcomes(call, await self.reward.function(call.task, self._argument(call)))
         except GeneratorExit:  # the event loop was broken, and Python discards this coroutine

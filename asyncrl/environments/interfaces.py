@@ -1,6 +1,7 @@
 """Environments: sources of tasks, and rewards for completions.
 
-The rest of the system uses an environment only through `Environment`, and finds it by its name in the config.
+The rest of the system uses an environment only through `Environment` or `AgentEnvironment`, and finds it by its name in
+the config.
 `build_tasks` makes the prompts of a run from its config. The same config gives the same (training, held-out) tasks in
 every process. Reward code is the user's code: it runs in the processes of `scoring.py`, not in the generator.
 """
@@ -118,8 +119,8 @@ def build_reward(section: EnvironmentSection) -> RewardFunction:
     `environment.tools`, the function of `environment.rewards` or `environment.reward`, or the environment's own `score`
     or `run`.
 
-    The environment is built only for the last two. Raises ConfigError when a function does not exist or cannot be
-    called as a reward, or an agent cannot be called as one.
+    The environment is built only for its own `score` or `run`. Raises ConfigError when a function does not exist or
+    cannot be called as a reward, or when an agent cannot be called as an agent.
     """
     named = subject(section)
     if section.agent is not None:
@@ -297,7 +298,7 @@ def check_enough(config: Config, train: Sequence[Task]) -> None:
 def read_tasks(config: Config, *, first: int | None = None, left_out: list[LeftOutRow] | None = None) -> list[Task]:
     """Returns the dataset's tasks with their prompts, before `split` divides them into training and held-out tasks.
     `first` limits how many rows are read. A task is left out if its finished prompt, answer and metadata are equal to
-    those of an earlier one.
+    those of an earlier task.
 
     Rows that are left out are added to `left_out`, and logged with their counts. Raises ConfigError or DatasetError; an
     error that the user's code raises becomes a DatasetError.
@@ -350,7 +351,7 @@ def dataset_rows(config: Config) -> tuple[str, Iterable[Row]]:
 def _rows_of_code(config: Config, *, key: str, source: str) -> Iterator[Row]:
     """Yields the rows of the environment, or of the function `source`.
 
-    Raises DatasetError when the user's code raises, which says what was raised, and where.
+    When the user's code raises an error, raises DatasetError with this error and its place.
     """
     try:
         if key == "environment.name":

@@ -64,8 +64,8 @@ class OpenEnvEnvironment:
         self._numbers = count()
 
     def tasks(self, seed: int) -> Sequence[Task]:
-        """Returns tasks with different seeds. Their questions show the first message of the first task, because only
-        this one is reset here, and the seed. Raises ConfigError if the environment cannot be reset."""
+        """Returns tasks with different seeds. Each question shows the seed of its own task, and the first message of
+        the first task, because only this task is reset here. Raises ConfigError if the environment cannot be reset."""
         seeds = random.Random(seed).sample(range(2**31), self._size)
         arguments = [{**self._reset, "seed": each} for each in seeds]
         first = self._interpreter.once({"what": "reset", "episode": 0, "arguments": arguments[0]})
@@ -105,7 +105,7 @@ class OpenEnvEnvironment:
 
 
 def default_message(observation: Mapping[str, Any]) -> str:
-    """Returns the only value of an observation, or all of them as JSON. Leaves out its metadata.
+    """Returns the only value of an observation, or all its values as JSON. The observation's `metadata` is left out.
 
     >>> default_message({"prompt": "Guess 1-9", "metadata": {}})
     'Guess 1-9'
@@ -117,8 +117,8 @@ def default_message(observation: Mapping[str, Any]) -> str:
 
 
 def default_action(text: str, fields: Sequence[str]) -> dict[str, Any]:
-    """Returns the text as the only field of an action, or else the JSON object that the text is. Raises ValueError if
-    it is not one.
+    """Returns the action of an answer. If actions have one field, the text is its value. Otherwise the text must be the
+    action as a JSON object. Raises ValueError if it is not.
 
     >>> default_action("5", ["guess"])
     {'guess': '5'}

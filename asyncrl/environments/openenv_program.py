@@ -13,7 +13,7 @@ START_TIMEOUT_S = 100.0
 END_TIMEOUT_S = 5.0
 """Time in which a server must end after SIGTERM."""
 FULL_PAUSE_S = 0.2
-"""Time between two tries to begin a session at a server that has as many as it can have."""
+"""Seconds between two tries to begin a session at a server that has its largest number of sessions."""
 
 
 class Part:
@@ -83,7 +83,7 @@ class Part:
             await client.close()
 
     async def _served(self) -> str:
-        """Returns the URL of the server. Starts it if there is a command, and if it is not running."""
+        """Returns the URL of the server. If there is a command, starts the server unless it is running."""
         async with self._starting:
             if self._command and (self._server is None or self._server.returncode is not None):
                 await self._start()
@@ -125,7 +125,7 @@ async def _listening(port: int, server: asyncio.subprocess.Process) -> None:
 def _action_fields(url: str) -> list[str]:
     """Returns the names of the fields that an action needs, or may have if it needs none."""
     address = url.rstrip("/").replace("ws", "http", 1) if url.startswith("ws") else url.rstrip("/")
-    # Without a proxy, as the client of OpenEnv connects to local servers.
+    # Uses no proxy, as the client of OpenEnv does for local servers.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(f"{address}/schema", timeout=30) as response:
         schema = json.loads(response.read())["action"]

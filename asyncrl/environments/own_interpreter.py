@@ -20,7 +20,7 @@ from asyncrl.errors import ConfigError
 
 MAIN = Path(__file__).with_name("own_interpreter_main.py")
 START_TIMEOUT_S = 120.0
-"""Time to import a package and to answer the first order. A machine with other work needs about ten seconds."""
+"""Seconds in which `once` must get its answer, with the import of the package. A busy machine needs about ten."""
 
 
 class OwnInterpreter:
@@ -80,8 +80,8 @@ class OwnInterpreter:
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator["Process"]:
-        """Yields the process for the orders of one episode. Starts a new one if there is none, or if it gets no more
-        episodes."""
+        """Yields the process for the orders of one episode. Starts a new process if there is none, or if the last one
+        gets no more episodes."""
         async with self._starting:
             if self._process is None or self._process.is_done:
                 started = await asyncio.create_subprocess_exec(
@@ -103,7 +103,7 @@ class OwnInterpreter:
 @dataclass(eq=False)
 class Process:
     """A process of the interpreter. `awaited` has the answers that are still to come, with the number of their request
-    as key. `left` is the number of episodes that it may still begin, or None."""
+    as key. `left` is the number of episodes that it may still begin; None without a limit."""
 
     package: str
     process: asyncio.subprocess.Process
@@ -126,8 +126,8 @@ class Process:
         self.left = None if self.left is None else self.left - 1
 
     def end(self) -> None:
-        """Counts an episode that ends. If no other one may begin and none runs, closes the input of the process, which
-        then ends."""
+        """Counts an episode that ends. If no other episode runs, and the process gets no more episodes, closes its
+        input, which ends the process."""
         self.episodes -= 1
         if self.is_done and not self.episodes and self.process.stdin is not None:
             self.process.stdin.close()

@@ -5,7 +5,8 @@
 PART is a file with a class `Part`. OPTIONS are its keyword arguments as JSON. Its method `serving` returns an async
 context manager, and its method `answer` is a coroutine function that takes an order and returns the answer. Each line
 of the input is an order as a JSON object, and each line of the output is the answer to the order with the same `id`.
-The order `stop` cancels the order `of`. The program ends when its input ends, or after ORDER, if there is one.
+An order `{"what": "stop", "of": N}` cancels the order with the id N. The program ends when its input ends, or after
+ORDER, if there is one.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from typing import Any, TextIO
 
 
 class Orders:
-    """The orders that a part answers. `answers` is the stream of the answers."""
+    """The orders that a part answers. `answers` is the stream to which the answers are written."""
 
     def __init__(self, part: Any, *, answers: TextIO) -> None:
         self._part = part

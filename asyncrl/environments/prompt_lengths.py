@@ -1,7 +1,7 @@
-"""Checks prompt lengths: the model can take prompts of 1 to `longest_prompt_tokens` tokens.
+"""Checks the control tokens of prompts, and their lengths: a prompt may have 1 to `longest_prompt_tokens` tokens.
 
 Every deployment measures every prompt once, before it gives the prompts to the buffer. So all deployments of a run have
-the same prompts. A rollout checks its own prompt again and fails as DATA if the prompt does not fit.
+the same prompts. A rollout checks the length of its own prompt again, and fails with a DataError if it does not fit.
 """
 
 import logging
@@ -29,7 +29,7 @@ def longest_prompt_tokens(config: Config) -> int:
 
 def counted(tokenizer: Any, task: Task, ids: Sequence[int], *, tools: Tools = ()) -> str:
     """Returns in words how many tokens a prompt has, and how many of them the chat template and the tools add. `ids`
-    are its tokens."""
+    are the tokens of the prompt."""
     added = template_tokens(tokenizer, task.input)
     if tools:
         of_tools = len(ids) - len(encode_prompt(tokenizer, task.input))
@@ -62,8 +62,8 @@ def without_control_tokens(
     tasks: Sequence[Task], *, config: Config, tokenizer: Any, left_out: list[LeftOutRow] | None = None
 ) -> Sequence[Task]:
     """Applies `data.control_tokens`: returns the tasks, and logs a note about those with control tokens in their own
-    text. With `refuse` it leaves them out and adds them to `left_out`. It raises DatasetError instead if
-    `data.on_bad_row` is `refuse`, or if all tasks have such tokens."""
+    text. With `data.control_tokens: refuse` it leaves these tasks out and adds them to `left_out`; it raises
+    DatasetError instead if `data.on_bad_row` is `refuse`, or if all tasks have such tokens."""
     if not (found := with_control_tokens(tasks, tokenizer)):
         return tasks
     finding = control_token_finding(found, config=config, tokenizer=tokenizer, among=len(tasks))
@@ -97,8 +97,8 @@ def fitting(
     tools: Tools = (),
     at_once: int = ENCODED_AT_ONCE,
 ) -> list[Task]:
-    """Returns the tasks whose prompts are neither empty nor too long. A prompt counts with the descriptions of the
-    `tools`. Adds the others to `left_out`, and logs their number.
+    """Returns the tasks whose prompts are neither empty nor too long. The descriptions of the `tools`
+    count as a part of each prompt. Adds the other tasks to `left_out`, and logs their number.
 
     If `tokenizer` is a LightTokenizer, `exact` returns the model's real tokenizer. It measures again the prompts that
     would fit or not depending on the special tokens that it adds, and those without a token. `at_once` prompts are

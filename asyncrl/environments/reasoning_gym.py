@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 with warnings.catch_warnings():
-    # Python warns about the source of cellpylib, which reasoning-gym imports, when it compiles it.
+    # When Python compiles cellpylib, which reasoning-gym imports, it warns about the source of cellpylib.
     warnings.simplefilter("ignore", SyntaxWarning)
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
@@ -48,8 +48,8 @@ class ReasoningGym:
         self._scorer = self._dataset(seed=0)
 
     def tasks(self, seed: int) -> Sequence[Task]:
-        """Returns `size` tasks. The library makes entry i of its seed s from the number s + i. So this method gives it
-        the seed `seed` · `size`: no two seeds share such a number."""
+        """Returns `size` tasks. With the seed s, the library makes entry i from the number s + i. This method gives it
+        the seed s = `seed` · `size`, so that two different seeds never use the same number."""
         dataset = self._dataset(seed=seed * self._size)
         entries = [dataset[index] for index in range(self._size)]
         for entry in entries[:_CHECKED_ENTRIES]:

@@ -25,8 +25,8 @@ _TAKEN = "(task, completion) for one completion, or (task, completions) for a wh
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
     """How a reward function is called: with a group or with one completion, and whether the result is awaited. `agent`:
-    it is an agent, which makes its own calls to the model. `tools` are the descriptions of `environment.tools`, as the
-    model reads them."""
+    the function is an agent, which makes its own calls to the model. `tools` are the descriptions of
+    `environment.tools`, as the model reads them."""
 
     batched: bool = False
     asynchronous: bool = False
@@ -49,7 +49,8 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction:
-    """A function and the form in which it is called. `weights` has the weight of each component that it returns."""
+    """A function and the form in which it is called. If it returns components of a reward by name, `weights` has their
+    weights; a component without one counts with the weight 1."""
 
     function: Callable[..., Any]
     form: Form
@@ -68,8 +69,8 @@ def subject(section: EnvironmentSection) -> str:
 
 
 def caller(section: EnvironmentSection) -> str:
-    """Returns what a scoring process calls, for errors of a whole call: the reward code, or the episode of the tools,
-    in which the reward is the last step."""
+    """Returns what a scoring process calls, for errors of a whole call: the reward code, or the episode in which the
+    model calls tools, whose last step is the reward."""
     tools = section.has_tools and section.agent is None
     return f"the episode with {section.tools_key}" if tools else subject(section)
 

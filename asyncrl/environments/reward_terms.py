@@ -22,8 +22,8 @@ class TermFailed(Exception):
 def combined(terms: Mapping[str, RewardFunction], *, weights: Mapping[str, float]) -> RewardFunction:
     """Returns one function that calls all `terms`, and returns a dict of their values by name for each completion.
 
-    It takes a whole group if one of them does, and it is async if one of them is. If a term raises, it raises
-    TermFailed.
+    It takes a whole group if one of them does, and it is async if one of them is. If a term raises, the
+    function raises TermFailed.
     """
     batched = any(term.form.batched for term in terms.values())
     form = Form(batched=batched, asynchronous=any(term.form.asynchronous for term in terms.values()))

@@ -42,8 +42,9 @@ SHARED_FROM_S = 0.005
 Sending completions one by one costs less than a tenth of this."""
 
 AWAITED_AT_ONCE = 64
-"""Completions of an asynchronous reward that one process scores at the same time, from as many groups as needed. A
-single larger group is not divided. Clients of judges have similar limits: httpx opens 100 connections."""
+"""A process takes groups of an asynchronous reward until it has this number of completions, and scores all of them at
+the same time. Groups are not divided, so it may have more. Clients of judges have similar limits: httpx opens 100
+connections."""
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class Scorer:
             )
             for _ in range(section.score_workers)
         ]
-        # Of the groups scored last. Infinite before the first group, so that it is divided among the processes.
+        # Of the groups scored last. It is infinite at first, so that the first group is divided among the processes.
         self._seconds_per_completion = float("inf")
         self._line: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         # Each process has a thread that lives until `close`, because the kernel kills a scoring process when the thread
@@ -98,9 +99,9 @@ class Scorer:
         completion is a text without special tokens and may be empty.
 
         A completion that exceeds its time limit is scored once more, because the machine may have been busy; an episode
-        of an agent is not. If a reward that takes one completion at a time has given no reward for the whole group, it
-        is not called again: it may always hang. With `environment.on_error: fail` nothing is scored again, and
-        completions whose scoring has not begun may get the error of another one.
+        of an agent is not. A reward that takes one completion at a time is not called again if all completions of the
+        group have failed, because it may always hang. With `environment.on_error: fail` nothing is scored again, and
+        completions whose scoring has not begun may get the error of another completion.
 
         Raises DataError when the group cannot be sent to a process. Raises InfraError with the reason
         `scorer_unavailable` when no process can be started, and `scorer_closed` after `close`.
@@ -184,8 +185,8 @@ class Scorer:
 
     def _taken(self, first: "_Waiting", form: Form) -> "list[_Waiting]":
         """Returns the groups to score together: `first`, and more from the queue. Leaves out cancelled ones and parts
-        of groups that are given up. Takes more than one group only if the reward is async, and no agent: all groups
-        that are taken together end together, and the episodes of agents differ much in length."""
+        of groups that are given up. Takes more than one group only if the reward is async and not an agent: all
+        groups that are taken together end together, and the episodes of agents differ much in length."""
         taken = [first] if first.begin() else []
         completions = len(first.group.completions)
         with contextlib.suppress(queue.Empty):
@@ -210,7 +211,7 @@ class Scorer:
         for process in self._processes:
             process.kill()
         for _ in self._threads:
-            self._line.put(None)  # ends one thread; the groups before it in the queue fail, as the scorer is closed
+            self._line.put(None)  # ends one thread; the groups before this mark fail, because the scorer is closed
         for thread in self._threads:
             thread.join()
         with contextlib.suppress(queue.Empty):

@@ -62,7 +62,7 @@ class BoundedLines:
     @property
     def due_s(self) -> float | None:
         """The time (of the clock) at which to report the number of left-out lines, also if no more output comes; None
-        if there are none."""
+        if no line was left out."""
         return self._second_s + 1.0 if self._left_out else None
 
     def feed(self, data: bytes) -> list[str]:
@@ -130,7 +130,7 @@ class OutputReader:
         self._thread.start()
 
     def join(self) -> None:
-        """Waits until everything that the process printed before its end has been passed on."""
+        """Waits at most `_JOIN_TIMEOUT_S` until everything that the process printed before its end is passed on."""
         self._thread.join(_JOIN_TIMEOUT_S)
 
     def _read(self) -> None:
@@ -192,7 +192,7 @@ class OutputReader:
 
 _WORKER_MODULE = "asyncrl.environments.scoring_worker"
 _REAP_TIMEOUT_S = 10.0
-"""Seconds in which a killed process must end, before that is logged as an error."""
+"""Seconds after which a killed process that has not ended is logged as an error."""
 
 _log = logging.getLogger(__name__)
 
@@ -227,12 +227,12 @@ class ScoringChild:
             theirs.close()
             os.close(progress)
             os.close(prints)
-        self._received = bytearray()  # what was received after the last message
+        self._received = bytearray()  # the bytes after the last complete message
         self._death = os.pidfd_open(self.process.pid)
         self._reader = OutputReader(printed, pid=self.process.pid, secrets=secrets, output=output)
 
     def close(self) -> None:
-        """Closes everything. Call it after the process has ended."""
+        """Closes the socket, the pipe and the shared memory. Call it after the process has ended."""
         self._socket.close()
         self._reader.join()
         self.progress.close()

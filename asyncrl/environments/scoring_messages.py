@@ -51,8 +51,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to `Start`: the process is ready, and `form` says how the reward is called. Or it is not, and `error`
-    is the message of a ConfigError."""
+    """The answer to `Start`. If `error` is None, the process is ready, and `form` says how the reward is called.
+    Otherwise the process ends, and `error` is the message of a ConfigError."""
 
     form: Form = Form()
     error: _Text | None = None
@@ -116,7 +116,7 @@ may end the process with SIGSEGV: it stores what it knows about the type before 
 
 
 def decode(line: bytes, kind: type[Message]) -> Message:
-    """Decodes a message. Raises ValueError or RecursionError for another text."""
+    """Decodes a message. Raises ValueError or RecursionError for a line that is not a message of this kind."""
     return cast(Message, _DECODERS[kind].decode(line))
 
 
@@ -150,7 +150,7 @@ class Progress:
     message for each completion. `file` is the descriptor of a file that `new_file` made. Times are of the monotonic
     clock, which all processes of a machine share.
 
-    Reward code can write to the memory too. So a reader takes any numbers, and the file cannot become shorter: access
+    Reward code can write to the memory too. So a reader accepts any numbers, and the file cannot become shorter: access
     to memory behind its end would kill the reader with SIGBUS.
     """
 

@@ -74,7 +74,7 @@ _log = logging.getLogger(__name__)
 class ScoringProcess:
     """One scoring process and its replacements. One thread uses it at a time. `kill` may be called from any thread.
 
-    After `closing` is set, which several of them may share, no process is started.
+    Several objects may share the event `closing`. After it is set, none of them starts a process.
     """
 
     section: EnvironmentSection
@@ -88,7 +88,7 @@ class ScoringProcess:
         self._child: ScoringChild | None = None
         self._requests = 0
         self._fruitless = 0  # processes in a row that the reward has ended at the first completion of a request
-        self._names: Set[str] = frozenset()  # of all components so far
+        self._names: Set[str] = frozenset()  # the names of all components of rewards so far
         self.form = Form()
         """How the reward is called. It is valid after the first start of a process."""
 
@@ -124,7 +124,8 @@ class ScoringProcess:
         an asynchronous reward.
 
         If a completion ends the process or exceeds its time limit, the scores that are known are kept, and a new
-        process scores the other completions. If the reward always does that (`gives_up`), they get the same error.
+        process scores the other completions. If the reward has done so too often in a row (`gives_up`), the other
+        completions get the same error.
         """
         scores = Scores(groups)
         while scores.open:
@@ -162,14 +163,14 @@ class ScoringProcess:
     def gives_up(self) -> bool:
         """Whether the reward has ended so many processes in a row that no new one is started for the rest of a group.
 
-        With `environment.on_error: fail` this is so from the first one on, because its group fails anyway.
+        With `environment.on_error: fail`, one ended process is enough, because its group fails anyway.
         """
         return self._fruitless >= (1 if self.section.on_error == "fail" else GIVEN_UP_AFTER)
 
     def _lost_at(self, request: bytes, requested: Sequence[Group], scores: Scores) -> int | None:
         """Sends a request and keeps its scores. Returns the number of the completion at which the process was lost,
-        because it exceeded a time limit, ended, or cannot go on; None if it goes on. The completions of the call that
-        it was making then have an error."""
+        because it exceeded a time limit, ended, or cannot go on. Returns None if the process goes on. The completions
+        of a call that did not end get an error."""
         child, open_before = self._child, scores.open
         assert child is not None
         deadline = self._deadline(requested, child.progress)
@@ -212,7 +213,7 @@ class ScoringProcess:
 
     def _named(self, outcome: Outcome) -> Outcome:
         """Returns an outcome, or a failure if its components would be too many with those of all earlier rewards of
-        this object. Each scoring process of a replica counts its own."""
+        this object. The scoring processes of a replica count their names separately."""
         if not isinstance(outcome, Components) or outcome.parts.keys() <= self._names:
             return outcome
         names = self._names | outcome.parts.keys()
@@ -226,9 +227,8 @@ class ScoringProcess:
 
     def _being_scored(self, scores: Scores, progress: Progress) -> Sequence[int]:
         """Returns the numbers of the completions that the interrupted call scored: one, or those of a group that is
-        scored in one call. If the call of an asynchronous reward is not known, these are all completions without a
-        score. A reward that takes one completion after the other may have ended a call without saying so: then it is
-        the first completion without a score."""
+        scored in one call. If `progress` names no completion without a score, the call is not known. Then the result
+        is all completions without a score, or only the first of them if the reward takes one after the other."""
         left = scores.left
         number, _ = progress.read()
         if number not in left:
@@ -285,7 +285,7 @@ class ScoringProcess:
 
     def _environment(self) -> dict[str, str]:
         """Returns the environment of a scoring process: a few general variables, the secrets of the config but no other
-        keys, our module search path, and one thread for each numeric library."""
+        keys, the module search path of this process, and one thread for each numeric library."""
         kept = {name: value for name, value in os.environ.items() if _kept(name, value)}
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         search_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)

@@ -108,11 +108,11 @@ def _scope_signals() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, 1) < _LANDLOCK_VERSION_OF_SCOPES:
         return
-    scopes = (ctypes.c_uint64 * 3)(0, 0, _LANDLOCK_SCOPE_SIGNAL)  # the first two are accesses to files and networks
+    scopes = (ctypes.c_uint64 * 3)(0, 0, _LANDLOCK_SCOPE_SIGNAL)  # the first two numbers would limit files and networks
     ruleset = libc.syscall(_LANDLOCK_CREATE_RULESET, ctypes.byref(scopes), ctypes.sizeof(scopes), 0)
     if ruleset < 0:
         return
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # Landlock requires it
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # without this, Landlock refuses the next call
     libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
 

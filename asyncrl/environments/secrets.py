@@ -25,7 +25,7 @@ _SHORTEST_HIDDEN = 8
 """Characters. Shorter values are not redacted, because they are likely to occur in other text by chance."""
 
 _LONGEST_CHAIN = 10
-"""Links of an exception's chain of causes that are searched."""
+"""The most exceptions of a chain of causes (`__cause__`, `__context__`) that are searched."""
 _OF_A_CONNECTION = re.compile(r"(Connect|Connection|Connector|Transport|Proxy|SSL|URL|Timeout)\w*Error$|^gaierror$")
 _FOR_A_CONNECTION = re.compile(r"PROXY|SSL|CERT|CA_BUNDLE|URL|HOST|ENDPOINT|TOKEN|KEY|^HF_", re.IGNORECASE)
 _MOST_NAMES = 6
@@ -78,8 +78,8 @@ def read_secrets(section: EnvironmentSection, environ: Mapping[str, str]) -> Sec
 
 
 def warn_of_short(secrets: Secrets) -> None:
-    """Logs which values are too short to be replaced. It is not a part of `read_secrets`, because a command reads the
-    secrets several times and logs this once."""
+    """Logs the names of the secrets whose values are too short to be redacted. It is not a part of `read_secrets`,
+    because a command reads the secrets several times and logs this once."""
     if short := [name for name, value in secrets.environment.items() if len(value) < _SHORTEST_HIDDEN]:
         _log.warning(
             "environment.secrets: the values of %s have fewer than %d characters and are not replaced in outputs and "

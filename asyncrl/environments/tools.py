@@ -103,7 +103,8 @@ class ToolAgent:
 
     async def _result(self, call: Mapping[str, Any]) -> tuple[dict[str, Any], ToolFailure | None]:
         """Returns the message with the result of a call, or with what was wrong, which the model reads. Also returns
-        the failure of the tool, if it raised or was late. A call with wrong arguments is no failure of the tool."""
+        the failure of the tool, if it raised or was late. A call with wrong arguments is not a failure of the
+        tool."""
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         limit_s = self._section.tool_timeout_s
         tool = self._calls.get(name)
@@ -154,7 +155,7 @@ class _ServerError(Exception):
 
 
 class _Raised(Exception):
-    """Carries an `error` that a tool raised in its thread and that a future of asyncio does not take."""
+    """Carries an `error` that a tool raised in its thread and that a future of asyncio cannot hold."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
@@ -192,7 +193,7 @@ def _of_function(function: Callable[..., Any], path: str) -> tuple[dict[str, Any
             return adapter.validate_python(given)
         except ValidationError as error:
             if error.title != adapter.validator.title:
-                raise  # the function itself validates something else
+                raise  # the error of a validation inside the function
             wrong = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
             raise _WrongArguments("; ".join(wrong)) from error
 
@@ -225,8 +226,8 @@ _running: set[Future[object]] = set()
 
 
 async def _in_thread(work: Callable[[], object], *, named: str) -> object:
-    """Runs `work` in a thread of its own. A thread that hangs cannot be ended. If too many do, this process ends, and
-    the generator replaces it."""
+    """Runs `work` in a thread of its own. A thread that hangs cannot be ended. If too many threads hang, this process
+    ends, and the generator replaces it."""
     call: Future[object] = Future()
     call.set_running_or_notify_cancel()  # the thread goes on if the caller is cancelled
     call.add_done_callback(_running.discard)
@@ -236,7 +237,7 @@ async def _in_thread(work: Callable[[], object], *, named: str) -> object:
         try:
             call.set_result(work())
         except BaseException as error:
-            # A future of asyncio does not take StopIteration, and SystemExit would end the event loop.
+            # A future of asyncio cannot hold StopIteration, and SystemExit would end the event loop.
             usual = isinstance(error, Exception) and not isinstance(error, StopIteration)
             call.set_exception(error if usual else _Raised(error))
 
@@ -268,7 +269,7 @@ def _as_text(value: object) -> str:
 
 
 class _Server:
-    """The connection to an MCP server. It begins with the first use, and is made again after it has ended."""
+    """The connection to an MCP server. It is opened at the first use, and opened again after it has ended."""
 
     def __init__(self, section: McpServer, *, secrets: Mapping[str, str]) -> None:
         self._section = section

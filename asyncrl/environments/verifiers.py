@@ -21,7 +21,7 @@ def exact_match(task: Task, completion: str) -> float:
 
 
 def math_verify(task: Task, completion: str) -> float:
-    """Returns 1.0 if the completion's last mathematical expression equals the answer, as the library math-verify finds.
+    """Returns 1.0 if the library math-verify finds the completion's last mathematical expression equal to the answer.
 
     The library's own time limits are off, because they use SIGALRM, which fails outside the main thread and does not
     stop C code. The scoring process has a wall-clock limit instead (`environment.score_timeout_s`). Raises ValueError
@@ -130,11 +130,11 @@ async def judge(
     `{answer}` and `{completion}`, and one for each key of the task's metadata. Other texts in braces stay as they are.
     `key_variable` names the environment variable with the key, and `url_variable` the one with the URL, if there is no
     `url`. `environment.secrets` must list them. A scoring process sends at most `most_per_s` requests a second.
-    Requests that fail for a passing reason are repeated for `time_limit_s` seconds; `environment.rewards` sets it to
-    0.9 of `environment.score_timeout_s`, so that the error of the server is known when the scoring is ended.
+    Requests that fail for a temporary reason are repeated for `time_limit_s` seconds. In `environment.rewards`, its
+    default is 0.9 of `environment.score_timeout_s`, so that the server's error is known before the scoring is ended.
 
-    Raises ValueError if the answer has no score, if it was cut, or if there is not one URL, TimeoutError at the time
-    limit, and JudgeRefused.
+    Raises ValueError if the answer has no score, if it was cut, or unless exactly one of `url` and `url_variable` is
+    set. Raises TimeoutError at the time limit, and JudgeRefused if the server refuses the request.
     """
     if bool(url) == bool(url_variable):
         raise ValueError(
@@ -221,7 +221,8 @@ _LONGEST_PAUSE_S = 8.0
 
 def retry_pause_s(headers: Mapping[str, str], *, tries: int, now_s: float) -> float:
     """Returns the seconds until the next try: those for which the server asks (`retry-after-ms`, `retry-after` as
-    seconds or as a date), otherwise a random part of half a second that doubles with each try. `now_s` is Unix time.
+    seconds or as a date). Otherwise 0.5 s, doubled with each try up to `_LONGEST_PAUSE_S`, times a random factor from
+    0.5 to 1. `now_s` is Unix time.
 
     >>> retry_pause_s({"retry-after": "30"}, tries=0, now_s=0.0)
     30.0

@@ -15,15 +15,15 @@ from asyncrl.environments.own_interpreter import OwnInterpreter
 
 PROGRAM = Path(__file__).with_name("verifiers_program.py")
 EPISODES = 500
-"""Episodes that one process plays. verifiers keeps a client for each session, so a process is replaced after them."""
+"""Episodes after which a process is replaced, because verifiers keeps a client of each session in its memory."""
 
 
 class VerifiersTaskset:
     """The tasks of a taskset, played by verifiers' harnesses.
 
-    `python` is the interpreter whose environment has verifiers and the taskset. `env` is what verifiers' own files have
-    as `[env]`: `{taskset: {id: …}, agent: {harness: {id: …}, runtime: {type: …}}}`. `size` is the largest number of
-    tasks. `search_path` has folders with modules of tasksets that are not installed.
+    `python` is the interpreter whose environment has verifiers and the taskset. `env` is what verifiers' own
+    configuration files have as `[env]`: `{taskset: {id: …}, agent: {harness: {id: …}, runtime: {type: …}}}`. `size` is
+    the largest number of tasks. `search_path` has folders with modules of tasksets that are not installed.
     """
 
     def __init__(

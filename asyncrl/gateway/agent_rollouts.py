@@ -1,5 +1,5 @@
-"""Runs agents: opens a session for each sample of a group at the gateway, lets the scorer run the agents, closes the
-sessions, and takes their episodes."""
+"""Runs agents: opens a session for each sample of a group at the gateway, lets the scoring processes run the agents,
+closes the sessions, and takes their episodes."""
 
 import json
 import time

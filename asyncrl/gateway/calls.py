@@ -1,5 +1,5 @@
-"""The bodies of calls of a gateway, and of its answers: OpenAI's chat completions, completions of a text, and vLLM's
-tokens in, tokens out."""
+"""The bodies of calls to a gateway, and of its answers: OpenAI's chat completions, OpenAI's completions of a text, and
+vLLM's completions of tokens (`/inference/v1/generate`)."""
 
 import time
 from collections.abc import Mapping

@@ -17,8 +17,8 @@ from asyncrl.generation.episodes import Episode, Node, Origin
 from asyncrl.generation.interfaces import Completion
 
 CHARACTERS_PER_TOKEN = 16
-"""More characters for each token are rare: usual text has about four. Of a text with more for each token of
-`max_length`, only the beginning is made into tokens, to see whether it is too long."""
+"""Usual text has about four characters for each token, and rarely more than this number. Of a text with more than this
+number times `max_length` characters, only the beginning is made into tokens, to see whether it is too long."""
 
 
 class LimitExceeded(Exception):
@@ -198,7 +198,7 @@ class Conversation:
     def _continued(self, asked: list[int]) -> Turn:
         """Adds a turn for a call with the tokens `asked`. It continues the longest earlier sequence (a prompt and its
         answer) with which they begin."""
-        # Only sequences that are not longer are built and compared. The first one that fits is the longest one.
+        # Only sequences that are at most as long as `asked` are built and compared. The first that fits is the longest.
         answered = [turn for turn in self.turns if turn.reply is not None and turn.whole_length <= len(asked)]
         longest_first = sorted(answered, key=lambda turn: turn.whole_length, reverse=True)
         parent = next((turn for turn in longest_first if asked[: turn.whole_length] == turn.whole), None)
@@ -228,11 +228,11 @@ class Conversation:
     def _again(
         self, same: Sequence[Turn], *texts: str, retry: bool, history: tuple[str, ...] = (), tools: str = ""
     ) -> Turn | None:
-        """Returns the turn of a call that repeats the earlier calls `same`; None if there are none.
+        """Returns the turn of a call that repeats the earlier calls `same`; None if `same` is empty.
 
         This is an earlier turn if the call is a `retry`, or if the answer of the last equal call never arrived.
-        Otherwise the model answers once more: it is a new turn with the `history` and `tools` of the call. A call that
-        gets no earlier turn is checked against the limits, also if `same` is empty; `texts` are its texts.
+        Otherwise it is a new turn with the `history` and `tools` of the call, and the model answers once more. A call
+        that gets no earlier turn is checked against the limits, also if `same` is empty; `texts` are its texts.
         """
         if same and (retry or (same[-1].reply is not None and not same[-1].delivered)):
             # If one of the equal calls has no answer, it is the one that failed and is tried again.
@@ -252,7 +252,8 @@ class Conversation:
             return self._renderer.encoded(text, first_token=first_token)
         (length, _), earlier = found
         rest = text[length:]
-        # The tokens of the answer have the stop string. The agent may write it again.
+        # The tokens of the answer contain the stop string, but its text ends before it. The agent may put the stop
+        # string behind this text: it is then removed, so that it is not in the tokens twice.
         again = [earlier.tail, *(stop for stop in earlier.stop if earlier.tail.startswith(stop))]
         rest = next((rest[len(end) :] for end in again if end and rest.startswith(end)), rest)
         kept, added = earlier.whole, self._renderer.continued(rest)
@@ -266,7 +267,7 @@ class Conversation:
             text, whole = completion.text, self._renderer.decoded(completion.token_ids, after=turn.token_ids)
             if text not in whole:  # the prompt ends within a character, so its last bytes change what is decoded
                 whole = text
-            end = whole.index(text) + len(text)  # behind the space that some tokenizers leave out before a text
+            end = whole.index(text) + len(text)  # with the space that some tokenizers leave out before the first word
             message = {**message, "content": whole[:end]}
             turn.tail, turn.said, turn.text = whole[end:], _digest(turn.text + whole[:end]), None
         turn.answer, turn.closing, turn.truncated = message, canonical(message), completion.truncated
@@ -293,8 +294,8 @@ class Conversation:
             )
 
     def _after(self, parent: Turn, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Node | str:
-        """Returns the tokens that `messages` add after the answer of `parent`; or as a text, why the chat template
-        cannot add them there."""
+        """Returns the tokens that `messages` add after the answer of `parent`. If the chat template cannot add them
+        after this answer, returns the reason as a text."""
         assert parent.reply is not None, "only an answered turn is continued"
         last = parent.reply.token_ids[-1] if parent.reply.token_ids else None
         rest = self._renderer.rest(messages, last=last, tools=tools)
@@ -322,7 +323,7 @@ class Conversation:
             )
         self._branches += begins
         if parent is not None and history:
-            # Texts that are equal are kept once, or the memory of a conversation would grow with its turns squared.
+            # Equal texts are kept once: otherwise the memory of a conversation would grow with the square of its turns.
             history, tools = (*parent.replied, *history[len(parent.replied) :]), parent.tools
         turn = Turn(history=history, tools=tools, parent=parent, node=node, length=length, fork=fork, why=why)
         self.turns.append(turn)

@@ -67,7 +67,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 Answered = tuple[Completion, dict[str, Any]]
 """The completion for a call, and the message that the agent gets."""
 Sample = Callable[[Asked], Awaitable[Answered]]
-"""Continues tokens on an engine."""
+"""Lets an engine continue the tokens of a request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,8 @@ class Gateway:
                 error = {"message": str(refused), "type": "invalid_request_error", "code": refused.code}
                 response = json_response({"error": error}, status=refused.status)
                 if refused.status == TOO_MANY:
-                    # Otherwise the client would send the call again as a retry, which may get an equal call's answer.
+                    # Without this header, OpenAI's client sends the call again as a retry, and a retry may get the
+                    # answer of an equal call.
                     response.headers["x-should-retry"] = "false"
                 return response
 
@@ -264,7 +265,7 @@ class Gateway:
             raise
         except DataError as error:
             raise Refused(400, error.reason, str(error)) from error
-        except Exception as error:  # of the model's template or tokenizer, which may raise any error for such messages
+        except Exception as error:  # the model's template or tokenizer may raise any error for such messages
             raise Refused(400, "bad_messages", f"the messages cannot be rendered: {describe_error(error)}") from error
         if idempotent and len(session.conversation.turns) > before:
             session.keys[idempotent] = turn

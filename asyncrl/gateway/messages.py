@@ -15,10 +15,11 @@ class Fork(StrEnum):
     """Why a call of an agent does not continue the newest branch of its session, but begins a branch or continues an
     older one.
 
-    RESAMPLED: it repeats an earlier call and is no retry. TOOLS_CHANGED: the tools differ. THINKING_STRIPPED: the
-    model's thinking was removed from a reply. JSON_REORDERED: the arguments of a tool call are written in another way.
-    COMPACTED: messages were left out. EDITED: a message differs in another way. PARALLEL: another call has continued
-    the same history already. TEMPLATE: the chat template writes the earlier turns in another way when messages follow.
+    RESAMPLED: the call repeats an earlier one and is not a retry. TOOLS_CHANGED: the tools differ. THINKING_STRIPPED:
+    the model's thinking was removed from a reply. JSON_REORDERED: the arguments of a tool call are written in another
+    way. COMPACTED: messages were left out. EDITED: a message differs in another way. PARALLEL: another call has
+    continued the same history already. TEMPLATE: the chat template writes the earlier turns in another way when
+    messages follow.
     """
 
     RESAMPLED = "resampled"
@@ -78,7 +79,7 @@ def for_template(message: Message) -> dict[str, Any]:
 
 
 def text_of(message: Message) -> str:
-    """Returns the text of a message. Raises ValueError if it has a part that is no text."""
+    """Returns the text of a message. Raises ValueError if it has a part that is not a text."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
@@ -103,7 +104,7 @@ def _spelled(arguments: Any) -> str:
 
 
 def compact(value: Any) -> str:
-    # with msgspec, which is fast, because each call encodes each message of its history
+    # msgspec, because it is fast: each call encodes each message of its history
     return msgspec.json.encode(value, order="sorted").decode()
 
 

@@ -32,14 +32,15 @@ _ASKED: tuple[Message, ...] = ({"role": "user", "content": "a"},)
 
 
 class Renderer:
-    """Turns messages into tokens, with any chat template. The tokens of new messages are those behind the model's turn
-    in a short conversation: a template may write the last turn of a conversation in another form than an earlier one.
+    """Turns messages into tokens, with any chat template. New messages are rendered behind a turn of the model in a
+    short example conversation, and the tokens behind this turn are taken. The whole conversation is not rendered again,
+    because a template may write a turn in another form when messages follow it.
 
     `end` is the token with which the template ends a turn. The model samples it, or another one of `ends`.
     """
 
     def __init__(self, tokenizer: Any, *, control_tokens: Literal["keep", "refuse"] = "keep") -> None:
-        """`control_tokens` is `data.control_tokens`, which holds for the results of tools too.
+        """`control_tokens` is `data.control_tokens`, which applies to the results of tools too.
 
         Raises ConfigError if the tokenizer has no chat template, or if the template does not end the turns of the model
         with a token of its own.
@@ -55,7 +56,7 @@ class Renderer:
             raise ConfigError(
                 "environment.agent: the model's chat template does not end a turn with a control token, such as "
                 f"{tokenizer.eos_token!r}, so an agent's turns cannot be put together; use a tokenizer whose template "
-                "does"
+                "ends turns with one"
             )
         self.end: int = end
         self.ends: frozenset[int] = engine_ends(tokenizer) | {end}
@@ -112,13 +113,13 @@ class Renderer:
     def rest(
         self, messages: Sequence[Message], *, last: int | None, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int] | str:
-        """Returns the tokens that follow the model's turn, whose last token is `last`: the token that ends a turn, if
-        the turn was cut before it, what the template puts behind it, the `messages`, and the beginning of the next
-        answer.
+        """Returns the tokens that follow the model's turn, whose last token is `last`. These are the token that ends a
+        turn, if the turn was cut before it, the tokens that the template puts behind this token, the `messages`, and
+        the beginning of the next answer.
 
         Returns the reason as a text instead if these tokens depend on the turns before, if the template refuses the
-        messages after any turn, or if it writes the turns before in another way when messages follow. `tools` are the
-        tools that the call names.
+        messages after a turn of the model, or if it writes the turns before in another way when messages follow.
+        `tools` are the tools that the call names.
         """
         if self._moves(tools):
             return "the chat template writes earlier messages or the tools in another place when messages follow"
@@ -195,7 +196,8 @@ class Renderer:
 
     def continued(self, text: str) -> list[int]:
         """Returns the tokens of a text that continues another one."""
-        # Some tokenizers put a space before the first word of a text. It is not there behind a line.
+        # Some tokenizers put a space before the first word of a text, but not behind a newline. So the text is encoded
+        # behind a newline, whose tokens are cut off.
         whole = self.encoded(f"\n{text}", first_token=False)
         if whole[: len(self._line)] == self._line:
             return whole[len(self._line) :]
@@ -230,7 +232,7 @@ class Renderer:
 
         try:
             return rendered([{**for_template(message), "content": self._content(message)} for message in messages])
-        except TypeError:  # some templates join the arguments of calls as texts
+        except TypeError:  # some templates need the arguments of calls as a text
             return rendered([{**message, "content": self._content(message)} for message in messages])
 
     def _content(self, message: Message) -> str:
@@ -243,7 +245,7 @@ class Renderer:
             return text
         if not self._noted:
             self._noted = True
-            done = "kept (data.control_tokens: keep)" if self._keeps else "an error for the model"
+            done = "kept (data.control_tokens: keep)" if self._keeps else "replaced by an error for the model"
             what = self._control_tokens.description(token)
             _log.warning("the result of a tool contains %r, %s; such results are %s", token, what, done)
         return text if self._keeps else REFUSED_RESULT
@@ -257,7 +259,7 @@ def _message(role: str, text: str) -> dict[str, Any]:
 
 def _turns(messages: Sequence[Message], *, called: bool) -> Iterator[list[Message]]:
     """Yields two conversations that end with a turn of the model and differ in its text only. With `called`, the turn
-    calls the tools whose results are in `messages`, and the text is an argument."""
+    calls the tools whose results are in `messages`, and the text is an argument of the call."""
     for text in CONTENTS:
         turn: dict[str, Any] = {"role": "assistant", "content": text}
         if called:

@@ -50,8 +50,8 @@ def most_connections() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """`most` is the number of open connections. `client_timeout_s` limits the time in which a connection waits for its
-    client: from its start or its last answer until a whole request has arrived, or until an answer is read.
+    """`most` is the largest number of open connections. `client_timeout_s` limits the time in which a connection waits
+    for its client: from its start or its last answer until a whole request has arrived, or until an answer is read.
 
     Clients keep an unused connection for less than `client_timeout_s` (httpx 5 s, aiohttp 15 s), so none sends a
     request at the moment at which its connection is closed.
@@ -81,8 +81,8 @@ class Connections:
         }
 
     def opened(self, connection: "_Connection") -> None:
-        """Makes room for a new connection: the one that has waited longest for its client is ended. If no other one
-        waits, it is the new one."""
+        """Makes room for a new connection: if there are more than `most` now, ends the one that has waited longest for
+        its client. If no other connection waits, this is the new one."""
         if len(connection.connections) > self._limits.most:
             self._end(next(iter(self._waiting)))
 
@@ -163,7 +163,7 @@ class _Connection(HttpToolsProtocol):
 
 
 HOST = "127.0.0.1"
-"""Agents run on the node of their replica."""
+"""The gateway listens only on its own machine, because agents run on the node of their replica."""
 CONCURRENCY = 10_000
 """Calls that the actor serves at once. Each call of an agent waits for its answer."""
 
@@ -188,13 +188,13 @@ class GatewayServer:
     async def start(self) -> None:
         """Begins to serve."""
         listening = socket.create_server((HOST, 0))
-        # The server writes head and body of an answer one after the other. Without this, the body waits until the
-        # client confirms the head, which takes 40 ms. asyncio sets it for sockets that it has made itself only.
+        # The server writes head and body of an answer one after the other. Without this option, the body waits until
+        # the client confirms the head, which takes 40 ms. asyncio sets it only for sockets that it has made itself.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._url = f"http://{HOST}:{listening.getsockname()[1]}"
         settings = uvicorn.Config(
             self._gateway.app,
-            log_level=logging.ERROR,  # it warns of every request that is no HTTP, and clients could fill the log
+            log_level=logging.ERROR,  # uvicorn warns of each request that is not HTTP, so clients could fill the log
             access_log=False,
             proxy_headers=False,
             lifespan="off",

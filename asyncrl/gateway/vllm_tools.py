@@ -29,7 +29,7 @@ class ToolParser:
     def __init__(self, name: str, tokenizer: Any) -> None:
         from asyncrl.vllm_internals import ToolParserManager
 
-        # A parser reports each malformed call with a traceback. During training these are the model's errors.
+        # A parser logs each malformed call with a traceback. During training, the model may write many of them.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         key = "generator.tool_parser"
         try:
@@ -53,8 +53,8 @@ class ToolParser:
         The same answer to the same `prompt` (tokens) has the same ids of calls: a template may write them into the
         prompt of the next turn, which is compared with the prompts of an earlier attempt.
 
-        All calls stay in the text if one of them is malformed or if its arguments are not a JSON object, as clients
-        expect (LangChain raises an error for others), or if the parser fails because of a tool's parameters.
+        All calls stay in the text if one of them is malformed, if its arguments are not a JSON object (LangChain raises
+        an error for other arguments), or if the parser fails because of a tool's parameters.
 
         Raises DataError if vLLM refuses `tools`.
         """

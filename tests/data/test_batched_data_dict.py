@@ -187,7 +187,7 @@ def test_batches_are_taken_by_number_and_the_last_may_be_short() -> None:
 
 @pytest.mark.parametrize("i", [3, -1])
 def test_a_batch_beyond_the_last_is_an_index_error(i: int) -> None:
-    with pytest.raises(IndexError, match=rf"batch {i} does not exist: there are 3 \(5 rows\)"):
+    with pytest.raises(IndexError, match=rf"chunk {i} does not exist: the batch of 5 rows has 3 chunks"):
         batch(5, 1).get_batch(i, 2)
 
 
