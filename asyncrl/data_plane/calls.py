@@ -44,7 +44,8 @@ def require_ray(doing: str) -> None:
 def start(actor: Any, method: Callable[Concatenate[Any, P], Any], *arguments: P.args, **options: P.kwargs) -> Any:
     """Calls a method of an actor, given as a method of the actor's class, e.g. `start(actor, RowStore.clear, keys)`.
 
-    A handle of Ray has no types. mypy checks name and arguments here. Returns the reference of the result.
+    Ray's handles have no types; with this function, mypy checks the method's name and arguments. Returns the reference
+    of the result.
     """
     return getattr(actor, method.__name__).remote(*arguments, **options)
 
@@ -174,7 +175,7 @@ def patiently_in_thread(call: Callable[[], Answer], *, patience_s: float, first_
 
 
 class _Patience:
-    """Says how long to wait before a late call is repeated."""
+    """Decides how long to wait before a late call is repeated."""
 
     def __init__(self, patience_s: float, first_pause_s: float) -> None:
         self._deadline_s = time.monotonic() + patience_s
@@ -184,7 +185,7 @@ class _Patience:
         """Returns the pause after a call that was late. Raises `error` when the time for repetitions is over."""
         if time.monotonic() >= self._deadline_s:
             raise error
-        logger.warning("%s; it is repeated", error)
+        logger.warning("%s; the call is repeated", error)
         longest_s, self._longest_s = self._longest_s, min(LONGEST_PAUSE_S, 2 * self._longest_s)
         return random.uniform(0.0, longest_s)
 

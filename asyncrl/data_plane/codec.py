@@ -115,7 +115,7 @@ PickedFields = Mapping[str, Sequence[Picked]]
 def encode(fields: Mapping[str, Any], *, lengths: Sequence[int] | None = None) -> dict[str, Column]:
     """Encodes the columns of a put, from a mapping or a TensorDict. Encoded columns are returned unchanged.
 
-    Per-token columns [B, S, …] are cut to `lengths` (tokens of each row), or to the field `input_lengths` if there is
+    Per-token columns [B, S, …] are cut to `lengths` (numbers of tokens), or to the field `input_lengths` if there is
     one, or not at all. Nested tensors, jagged on dim 1, are per-token columns without padding. Arrays of objects and
     the non-tensor columns of a TensorDict become lists.
 
@@ -151,11 +151,11 @@ def decode(
     width: int | None = None,
     pad_value_dict: Mapping[str, float] | None = None,
 ) -> BatchedDataDict:
-    """Builds a batch of the rows that are picked of each field.
+    """Builds a batch from the picked rows of each field.
 
     A row's tokens end at its entry in `lengths`, if there is one; tokens beyond it are treated as padding. Per-token
     columns are right-padded to `width`, or to the longest row of all of them. Raises ValueError for a row longer than
-    `width`, and when the rows of a field differ in dtype, or when only some of them are per token.
+    `width`, and when the rows of a field differ in dtype or in shape after dim 1, or when only some are per token.
     """
     limits_B = None if lengths is None else np.array([_ANY if n is None else n for n in lengths], dtype=np.int64)
     spans = {name: [part.spans(limits_B) for part in parts] for name, parts in fields.items()}
@@ -217,7 +217,7 @@ def _check_widths(widths: Mapping[str, int], *, lengths: Sequence[int]) -> None:
 
 
 def _check_tokens(columns: Mapping[str, Column], *, lengths: Sequence[int]) -> None:
-    """Raises ValueError for a row longer than its length. Only jagged columns can have one; padded ones were cut."""
+    """Raises ValueError for a row longer than its entry in `lengths`, in jagged columns. Padded columns were cut."""
     for name, column in columns.items():
         if column.ends is None:
             continue

@@ -1,8 +1,8 @@
 """Rows by name: `KVBatchMeta` names rows without holding them, and `DataPlaneClient` moves them.
 
 A row is one sample, with the id `<group>.<attempt>_g<i>`. A field is one of its columns. A partition is a set of rows
-with fields and consumer tasks. The first put of an undeclared field registers it. Producing a field is the only ready
-signal. No call marks a field as consumed.
+with fields and consumer tasks. The first put of an undeclared field registers it. A row is ready for a task when all
+fields that the task needs were put. No call marks a field as consumed.
 
     client.register_partition("train", fields, 64, ["train"])
     meta = client.put_samples(ids, "train", fields={"input_ids": ids_BS, "input_lengths": lengths_B})
@@ -35,7 +35,7 @@ PAD_SEQLEN = "global_forward_pad_seqlen"
 CUT_KEYS = ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb")
 """Keys in `extra_info`: how these rows, in this order, are cut into micro-batches."""
 LENGTHS_FIELD = "input_lengths"
-"""The column [B] with the tokens of each row. In a put it says where the per-token columns of that put end."""
+"""The column [B] with the number of tokens of each row. The per-token columns of a put end at its lengths."""
 
 
 @dataclass
@@ -191,8 +191,8 @@ class DataPlaneClient(ABC):
         consumer_tasks: Sequence[str],
         grpo_group_size: int | None = None,
     ) -> None:
-        """Declares a partition. A repeated call adds fields and tasks and replaces the numbers. Rows stay, and so does
-        what each task has claimed.
+        """Declares a partition. A repeated call adds fields and tasks, and replaces `num_samples` and
+        `grpo_group_size`. Rows stay, and so do the claims of each task.
 
         `num_samples` is the number of rows that must be put before `check_consumption_status` returns True. With
         `grpo_group_size`, claims return complete groups of that many samples.
@@ -294,8 +294,8 @@ class DataPlaneClient(ABC):
         return None
 
     def lengths_of(self, sample_ids: Sequence[str], partition_id: str) -> list[int] | None:
-        """Returns the tokens of each of these rows, by `input_lengths`; None if a row has none. Raises KeyError like
-        `fields_of`.
+        """Returns the number of tokens of each of these rows (`input_lengths`); None if a row has no length. Raises
+        KeyError like `fields_of`.
 
         This default reads the column. The clients of asyncrl look in their index and fetch no rows.
         """

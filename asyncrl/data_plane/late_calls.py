@@ -66,16 +66,16 @@ class Lookups:
         """Returns what may be wrong with the actor whose call has the reference `ref`, and what to do."""
         try:
             place = self._place(ref)
-        except Exception:  # it must not hide that the call is late
+        except Exception:  # a failed question must not hide that the call is late
             place = None
         if place is None:
             return (
-                "Ray's head did not say either on which node its process is: see whether the head and that node run, "
-                "and whether this machine reaches them"
+                "Ray's head also did not say on which node the actor's process is: see whether the head and that node "
+                "run, and whether this machine reaches them"
             )
         if place.here:
             return "this machine may be too busy: end other programs, and try again"
-        node = f"its process is on the node {place.host} ({place.address})"
+        node = f"the actor's process is on the node {place.host} ({place.address})"
         if not place.alive:
             return f"{node}, which Ray counts as dead: see whether that node runs, and start Ray there again"
         return (

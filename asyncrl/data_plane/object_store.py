@@ -126,7 +126,7 @@ class ObjectStoreClient(PartitionedClient):
         ray.wait(list(refs.values()), num_returns=len(refs), timeout=self._timeout_s)
         try:
             return dict(zip(refs, ray.get(list(refs.values()), timeout=0), strict=True))
-        except (GetTimeoutError, ObjectLostError):  # the base class of OwnerDiedError
+        except (GetTimeoutError, ObjectLostError):  # OwnerDiedError is an ObjectLostError
             objects: dict[Address, dict[str, WireColumn]] = {}
             for address, ref in refs.items():
                 with contextlib.suppress(GetTimeoutError, ObjectLostError):

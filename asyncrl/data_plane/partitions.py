@@ -48,8 +48,8 @@ Places = dict[Address, ObjectRows]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
-    """The places of samples, by field, and the tokens of each sample (None if unknown). Fields that were put together
-    share one `Places`, which is then sent once."""
+    """The places of samples, by field, and the number of tokens of each sample (None if unknown). Fields that were put
+    together share one `Places`, which is then sent once."""
 
     places: dict[str, Places]
     lengths: list[int | None]
@@ -148,7 +148,7 @@ class Partitions:
     ) -> list[int] | None:
         """Records that `fields` of sample i are at `where[i]`, and registers new fields.
 
-        Returns the tokens of these samples, known from this put or an earlier one, as `lengths_of` does.
+        Returns the numbers of tokens of these samples, known from this put or an earlier one, as `lengths_of` does.
         """
         partition = self._partition(partition_id)
         partition.fields.update(fields)
@@ -198,8 +198,8 @@ class Partitions:
         return set(rows[0].where).intersection(*(row.where for row in rows[1:]))
 
     def lengths_of(self, partition_id: str, sample_ids: Sequence[str]) -> list[int] | None:
-        """Returns the tokens of each sample; None if any is unknown. Raises KeyError, which names the first missing
-        sample."""
+        """Returns the number of tokens of each sample; None if any is unknown. Raises KeyError, which names the first
+        missing sample."""
         rows = self._rows(partition_id, sample_ids)
         lengths = [row.length for row in rows if row.length is not None]
         return lengths if len(lengths) == len(rows) else None
@@ -227,7 +227,7 @@ class Partitions:
         return list(self._partitions[partition_id].rows) if partition_id in self._partitions else []
 
     def rows_outstanding(self) -> dict[str, int]:
-        """Returns the number of rows by partition."""
+        """Returns the number of existing rows of each partition."""
         return {partition_id: len(partition.rows) for partition_id, partition in self._partitions.items()}
 
     def take_unused(self) -> dict[str, list[str]]:

@@ -59,8 +59,8 @@ class TransferQueueClient(PartitionedClient):
         super().__init__(Index(namespace=namespace, timeout_s=timeout_s, placement=placement))
 
     def close(self) -> None:
-        """Ends TransferQueue if this client started it. In an attached process it does not call TransferQueue's
-        `close`, which would end the controller for all processes; that client ends with its process."""
+        """Ends TransferQueue if this client started it. A client that only attached to it does not call TransferQueue's
+        `close`, which would end the controller for all processes. Its connection ends with its process."""
         if self._closed:
             return
         super().close()

@@ -102,7 +102,7 @@ class GeneratorActor:
         self._started.push_async_callback(scorer.close)
         scorer_started = asyncio.create_task(scorer.start())
         await asyncio.sleep(0)  # lets the scorer's start begin; its processes start at the next await
-        # An engine with adapters reads the weights to which they belong. Others get theirs from the learner.
+        # An engine with adapters reads the base model's weights here. Any other gets all weights from the learner.
         model_path = await asyncio.to_thread(model_folder, model_path, weights=config.model.lora is not None)
         tokenizer = load_tokenizer(model_path, chat=config.data.chat, chat_options=config.data.chat_options)
         handle = ray.get_actor(COORDINATOR, namespace=namespace)
@@ -205,7 +205,7 @@ class GeneratorActor:
         async with self._updates.held() as version:
             if version is None:
                 return None, []
-            async with asyncio.timeout(self._config.eval.timeout_s):  # because no newer weights are loaded meanwhile
+            async with asyncio.timeout(self._config.eval.timeout_s):  # limited: no newer weights are loaded meanwhile
                 return version, await self._evaluate(tasks, how=how, at_once=at_once)
 
     async def shutdown(self) -> None:
@@ -219,7 +219,7 @@ class GeneratorActor:
 
     async def rest(self) -> None:
         """Ends all parts of the run but the engine's processes, which then wait for `take_over`. Call it when `run` has
-        returned. Raises RunError if the engine is not in order: then this process must end too."""
+        returned. Raises RunError if the engine cannot serve another run: then this process must end too."""
         assert self._engine is not None, "call start() first"
         await self._started.aclose()
         self._started, self._generator, self._updates, self._agents = AsyncExitStack(), None, None, None

@@ -7,8 +7,9 @@ import setproctitle
 
 from asyncrl.common.imports import uncollected, without_compiler
 
-# vLLM names the process later. setproctitle finds the memory of the name only as long as the first variable of the
-# environment is unchanged, and ray changes it if it is RAY_CLIENT_MODE. It remembers what it has found.
+# vLLM names the process later, with setproctitle. setproctitle finds the memory of the name only as long as the first
+# variable of the environment is unchanged, and ray changes this variable if it is RAY_CLIENT_MODE. So it is called now:
+# setproctitle remembers the memory that it has found.
 setproctitle.getproctitle()
 
 with uncollected(), without_compiler():

@@ -35,8 +35,8 @@ _READ_BYTES = 2**20
 def children_begin_with(module: str) -> Iterator[None]:
     """Processes that `multiprocessing` spawns in the block import `module` first, not this process's main module.
 
-    `multiprocessing` finds the main module by its `__spec__`. A child needs it only for functions that are defined
-    there.
+    `multiprocessing` finds the main module by its `__spec__`. A child needs the main module only for functions that are
+    defined in it.
     """
     main = sys.modules["__main__"]
     before, main.__spec__ = main.__spec__, ModuleSpec(module, None)
@@ -48,7 +48,7 @@ def children_begin_with(module: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def engine_starts(*, memory_knob: str, stderr: Path = STDERR) -> Iterator[None]:
-    """Raises RunError for whatever vLLM raises inside the block.
+    """Raises RunError for any error that vLLM raises inside the block.
 
     The message has the last error line that vLLM's processes wrote to `stderr`, and where the whole output is. If that
     line is about memory, the message also names `memory_knob`, the config key for it: vLLM's own message names vLLM's

@@ -5,8 +5,8 @@ prompt, the output of a tool, the text of a template. The tokens of all nodes, o
 sequence that the engine saw. Only sampled tokens are trained. An answer to a prompt is the smallest episode: a node
 that is read and a node that is sampled.
 
-An agent that goes back in its conversation makes an episode of several branches. Each of them is such a sequence. They
-are in one row, one after the other, and a token that several of them contain is sampled in the first one only.
+An agent that goes back in its conversation makes an episode of several branches. Each branch is such a sequence. All of
+them are in one row, one after the other. A token that several branches contain counts as sampled in the first one only.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ class Node:
     """Tokens that were added to an episode together. A sampled node has the log-prob (nats, as sampled) and the version
     of each token, and its entries in the columns of `Config.widths`; other nodes have none of these.
 
-    Raises HandshakeError unless this is so (docs/faults.md, F25).
+    Raises HandshakeError for other numbers of entries (docs/faults.md, F25).
     """
 
     origin: Origin
@@ -116,7 +116,7 @@ class Episode:
 
     @cached_property
     def version_spans(self) -> tuple[VersionSpan, ...]:
-        """The runs of equal versions of the sampled tokens."""
+        """The spans of consecutive sampled tokens that have the same version."""
         return version_spans(list(chain.from_iterable(node.versions for node in self.sampled_nodes)))
 
 
@@ -152,7 +152,7 @@ def of_branches(branches: Sequence[Episode]) -> Episode:
 
 
 def version_spans(versions: Sequence[Version]) -> tuple[VersionSpan, ...]:
-    """Returns the runs of equal versions of sampled tokens.
+    """Returns the spans of consecutive sampled tokens that have the same version.
 
     >>> version_spans([Version(1, 2), Version(1, 2), Version(1, 3)])
     (VersionSpan(incarnation=1, step=2, tokens=2), VersionSpan(incarnation=1, step=3, tokens=1))
@@ -227,7 +227,7 @@ class Attempt:
     rollout calls `on_environment` with True when the engine has no call of the group any more, and with False when it
     has one again.
 
-    With `greedy`, each sampled token must be the most probable one, and the others are counted.
+    With `greedy`, each sampled token must be the most probable one, and the tokens that are not are counted.
     """
 
     prefix: Sequence[PartialCompletion] = ()
@@ -239,8 +239,8 @@ class Attempt:
 
 class AgentActivity(TypedDict):
     """The activity of a group's agents, as `GeneratorMetrics.agents` takes it: the calls of each sample, the tool calls
-    of the model, how long each took until the agent's next call (seconds), the forks by reason, and the tokens by
-    origin."""
+    of the model, how long each tool call took until the agent's next call (seconds), the forks by reason, and the
+    tokens by origin."""
 
     turns: list[int]
     tool_calls: int
@@ -254,7 +254,7 @@ class Played:
     """The episodes of a group and their scores.
 
     `environment_s` (seconds) is the time that the scoring took. With agents, it is the time from the start of the
-    sessions to their end, without the time for which the sample that used the engine longest waited for it.
+    sessions to their end, minus the longest time that one of the samples waited for the engine's answers.
     `continued_tokens` is the number of tokens that an earlier attempt sampled. `activity` is what the agents of the
     group did, if it has any. `tool_failures` are their failed calls of tools. `non_greedy_tokens` is the number of
     sampled tokens that were not the most probable ones; None if the attempt was not `greedy`.

@@ -107,7 +107,8 @@ def mean_numbers(numbers: Sequence[AnswerNumbers]) -> AnswerNumbers | None:
 
 
 def prompts_at_once(slots: int, *, share: float, samples: int) -> int:
-    """Returns how many prompts with `samples` samples each run at a time on a share of `slots` samples.
+    """Returns how many prompts with `samples` samples each run at a time, at least 1, if the replica has room for
+    `slots` samples and the evaluation may use the share `share` of it.
 
     >>> prompts_at_once(128, share=0.25, samples=8)
     4

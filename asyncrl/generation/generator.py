@@ -13,7 +13,7 @@ Six loops run at once. Who waits for whom, and the state that counts the time of
     row store, `Coordinator.commit` ◀── `Delivery.run`                    no slot
 
     weight store ──▶ `WeightUpdates.run` ──▶ engine                       paused_for_weights
-    coordinator ◀── `Generator.report` (heartbeat)                        no slot: it brings back the tickets that ended
+    coordinator ◀── `Generator.report` (heartbeat)                        no slot; its answer names ended tickets
     engine ──▶ `Generator._engine_died`, `Generator._engine_stuck`        no slot: they end the replica
 
 The end of a rollout wakes admission and delivery. The state is `starting` until the engine is ready. Invariants:
@@ -21,8 +21,8 @@ The end of a rollout wakes admission and delivery. The state is `starting` until
 - No ticket is reserved before a version is loaded.
 - No delivery begins between the pause of a weight update and its verification. Generation resumes after the load.
   Every `weights.probe_every_updates`-th update is verified by a probe, and the others count as verified.
-- Every ticket ends by a commit, by a failure, or by the buffer: when `run` ends, when the deployment sees that this
-  process died, or when the heartbeats stop.
+- Every ticket ends: by a commit, by a failure, or because the buffer ends it. The buffer ends all tickets of this
+  replica when `run` ends, when the deployment sees that this process died, or when the heartbeats stop.
 """
 
 import asyncio
@@ -71,8 +71,8 @@ REFUSED_STATE = {
 RESERVE_WAIT_S = 20.0
 """Seconds that a reserve waits in the buffer for a ticket, if the reserve before it got fewer than it asked for."""
 RESERVE_EVERY_S = 0.02
-"""Least time between two reserves while rollouts run, so that one reserve serves several free slots. It is shorter than
-that of deliveries, because slots stay free meanwhile."""
+"""Least seconds between two reserves while rollouts run, so that one reserve serves several free slots. It is shorter
+than `DELIVER_EVERY_S`, because slots stay empty meanwhile."""
 HELD_PER_SLOT = 3
 """Most tickets that a replica holds, for each of its slots: of groups that are generated, scored, or wait for their
 delivery. On a busy machine the last two take as long as the generation of short groups, and the engine must not wait
@@ -84,7 +84,7 @@ HEARTBEATS_PER_TIMEOUT = 5
 
 
 def throttle_of(starts_per_s: float) -> Throttler:
-    """Returns a throttle that lets so many rollouts start in a second on average, also if this is less than one."""
+    """Returns a throttle that lets on average `starts_per_s` rollouts start in a second. The number may be below 1."""
     burst = max(1, round(starts_per_s))
     return Throttler(rate_limit=burst, period=burst / starts_per_s)
 
@@ -486,16 +486,16 @@ class RunningRollouts:
                     await self._none_left.wait()
 
 
-# The tickets that a replica holds, with the progress of each, and what of it the buffer does not know yet.
+# The tickets that a replica holds, the progress of each, and the part of this progress that is not reported yet.
 
 
 class HeldTickets:
     """Tickets from their reserve until they are settled: committed, failed, or ended by the buffer.
 
     Each heartbeat sends a `report` of the new tickets and of those whose progress has changed. The changes in a report
-    count as known when its heartbeat is `answered`. So nothing is lost if a heartbeat or its answer is lost. The first
-    report is complete, and so is the next one after `report_all`. Reports are numbered from `first_number` on, which
-    must be larger than all numbers of an earlier process of this replica.
+    count as known when its heartbeat is `answered`. So nothing is lost if a heartbeat or its answer is lost. A complete
+    report has all held tickets: the first report, and the next one after `report_all`. Reports are numbered from
+    `first_number` on, which must be larger than all numbers of an earlier process of this replica.
 
     Calls for a ticket that is not held change nothing: its rollout may end later than the ticket.
     """
@@ -506,8 +506,8 @@ class HeldTickets:
         self._new_tokens: dict[str, int] = {}
         self._new_prefixes: dict[str, Prefix] = {}
         self._next_number = first_number
-        # A complete report is due until one with the number `_complete_from` or a later one is answered. All of these
-        # are complete.
+        # Every report is complete until the buffer has answered a report with the number `_complete_from` or a
+        # larger one.
         self._complete_from = first_number
         self._complete_due = True
         self._settled = asyncio.Event()
@@ -559,12 +559,12 @@ class HeldTickets:
         return True
 
     def stored(self, key: str, prefix: Prefix) -> None:
-        """Records what is stored of the ticket's group."""
+        """Records which tokens of the ticket's group are stored."""
         if key in self._tokens:
             self._prefixes[key] = self._new_prefixes[key] = prefix
 
     def prefix_of(self, key: str) -> Prefix | None:
-        """Returns what is stored of the ticket's group; None if nothing is, or if the ticket is not held."""
+        """Returns the record of the group's stored tokens; None if none are stored, or if the ticket is not held."""
         return self._prefixes.get(key)
 
     def forget(self, key: str) -> None:
@@ -612,9 +612,9 @@ class Delivery:
         self._ended: list[FinishedGroup | FailedTicket] = []
         self._something_ended = asyncio.Event()
         self.samples = 0
-        """Samples of the groups that the buffer has accepted."""
+        """Number of samples of the groups that the buffer has accepted."""
         self.tokens = 0
-        """Completion tokens of these samples."""
+        """Number of completion tokens of these samples."""
 
     def add(self, ended: FinishedGroup | FailedTicket) -> None:
         """Delivers a group, or reports a failure, soon."""

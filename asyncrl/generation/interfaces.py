@@ -48,8 +48,8 @@ class PartialCompletion:
     each token: the support with `generator.top_k`, and the most likely tokens with `generator.logprobs`.
 
     A sample of an agent has the tokens of all its answers one after another. `calls` has for each token the id of the
-    call that it answers. `ends` has at the last token of an answer its state (1 runs, 2 finished, 3 finished at the
-    length limit), and 0 at the others.
+    call that it answers. `ends` has at the last token of an answer its state (1 not finished, 2 finished, 3 finished at
+    the length limit), and 0 at the other tokens.
     """
 
     token_ids: list[int]
@@ -74,8 +74,8 @@ class PartialCompletion:
 
 
 def concatenated(parts: Iterable[WideColumns]) -> WideColumns:
-    """Returns the columns of tokens that follow each other. A part without a column has no token, or the run does not
-    have the column."""
+    """Joins the columns of the parts of a completion, in order. A part may lack a column only if it has no tokens, or
+    if the run does not have the column."""
     found: dict[str, list[npt.NDArray[Any]]] = {}
     for part in parts:
         for name, column in part.items():
@@ -93,7 +93,7 @@ class Completion(PartialCompletion):
     number of its tokens that were not the most probable ones; None if they were not counted."""
 
     text: str
-    truncated: bool  # an engine must not leave it out
+    truncated: bool  # without a default, so that every engine has to set it
     finished: bool = True
     non_greedy_tokens: int | None = None
 
@@ -103,12 +103,12 @@ class Sampled(Protocol):
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Number of tokens of each completion, with those of a prefix."""
+        """Number of tokens of each completion so far, including those of its prefix."""
         ...
 
     def partial(self) -> list[PartialCompletion] | None:
-        """Returns a copy of all completions as they are now. Returns None if a completion has ended and the engine has
-        not reported it yet: the versions of its tokens are not known then. Try again later."""
+        """Returns a copy of all completions as they are now. Returns None if the engine does not know a completion yet,
+        or has ended one and not reported it yet: the versions of its tokens are then unknown. Try again later."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Work that takes milliseconds if there are many tokens, and must not hold up a replica's event loop then."""
+"""Runs work that takes milliseconds for many tokens in a thread, so that it does not hold up a replica's event loop."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,5 +11,5 @@ LOOP_TOKENS = 2**13
 
 
 async def beside_loop(work: Callable[[], T], *, tokens: int) -> T:
-    """Returns the result of `work`, which handles `tokens` tokens. More than `LOOP_TOKENS` are handled in a thread."""
+    """Returns the result of `work`, which handles `tokens` tokens and runs in a thread if they exceed `LOOP_TOKENS`."""
     return await asyncio.to_thread(work) if tokens > LOOP_TOKENS else work()

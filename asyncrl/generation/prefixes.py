@@ -1,8 +1,8 @@
 """Partial generations of a group: the rows in which they are stored, and the seeds of samples.
 
 While a replica generates a group, it stores all tokens so far from time to time (`generator.persist_every_tokens`). If
-the replica dies, the next attempt's ticket names what is stored. Its replica reads the tokens, prefills the prompt with
-them, and samples the rest. Log-probs and versions of the stored tokens stay those of the replica that sampled them.
+the replica dies, the ticket of the group's next attempt names the stored tokens. The replica with this ticket reads
+them, prefills the prompt followed by them, and samples the rest. The stored tokens keep their log-probs and versions.
 
 Only completion tokens are stored, because the prompt is in the ticket. A finished sample is stored whole.
 """
@@ -37,11 +37,11 @@ PREFIX_COLUMNS = (
     "sample_state",
 )
 """Columns of stored partial generations: per token its id, log-prob, and version (step and incarnation); per sample the
-number of its tokens, and its state: 0 runs, 1 finished, 2 finished at the length limit. The columns of `Config.widths`
-are stored too."""
+number of its tokens, and its state: 0 not finished, 1 finished, 2 finished at the length limit. The columns of
+`Config.widths` are stored too."""
 TURN_COLUMNS = ("turn_calls", "turn_ends")
 """Further columns of the samples of agents, per token: the id of the call that the token answers, and at the last token
-of an answer the state of the answer (1 runs, 2 finished, 3 finished at the length limit); 0 at other tokens."""
+of an answer the state of the answer (1 not finished, 2 finished, 3 finished at the length limit); 0 at others."""
 _RUNS, _FINISHED, _TRUNCATED = range(3)
 
 
@@ -74,8 +74,8 @@ def engine_seed(seed: int, name: str) -> int:
 
 
 def rows_of(samples: Sequence[PartialCompletion]) -> BatchedDataDict:
-    """Returns the rows [G, S] that store the samples, with the columns [G, S, K] that have several numbers for each
-    token if the samples have them."""
+    """Returns the rows that store the samples: columns of shape [G, S], and if the samples have columns with several
+    numbers for each token, also these columns, of shape [G, S, K]."""
 
     def column(of_samples: Iterable[Sequence[float]], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return pad_sequence([torch.tensor(of_tokens, dtype=dtype) for of_tokens in of_samples], batch_first=True)
@@ -100,10 +100,10 @@ def rows_of(samples: Sequence[PartialCompletion]) -> BatchedDataDict:
 
 
 def samples_of_rows(rows: BatchedDataDict, *, prefix: Prefix) -> list[PartialCompletion]:
-    """Returns the stored samples, up to the first token of a version that `prefix` does not name.
+    """Returns the stored samples, each cut before its first token of a version that `prefix` does not name.
 
-    The rows may be newer than the prefix, if their replica died before it reported them. The buffer has admitted only
-    the versions that were reported. Raises InfraError if nothing is left.
+    The rows may be newer than `prefix`, if their replica stored them and died before it reported this. The buffer has
+    admitted only the reported versions. Raises InfraError if no token is left.
     """
     allowed = set(prefix.versions)
     samples: list[PartialCompletion] = []
@@ -179,9 +179,9 @@ def _state(sample: PartialCompletion) -> int:
 
 # Stores what the rollouts of a replica have sampled so far, and reads what an earlier attempt has stored.
 #
-# Storing never fails a rollout: if a group cannot be stored, it is generated on, and a later attempt would continue
-# what was stored before, or begin again. Invariant: stored tokens were sampled by verified weights, because a put waits
-# for the probe of the last weight update.
+# Storing never fails a rollout. If a group cannot be stored, its generation goes on. A later attempt would then
+# continue from the tokens that were stored before, or begin again. Invariant: stored tokens were sampled by verified
+# weights, because a put waits for the probe of the last weight update.
 
 
 class PrefixKeeper:
@@ -211,8 +211,8 @@ class PrefixKeeper:
         self._puts: dict[str, asyncio.Task[None]] = {}
 
     async def read(self, ticket: Ticket, *, turns: bool = False) -> list[PartialCompletion]:
-        """Returns the samples with which the ticket's attempt begins; none if nothing is stored or can be read. With
-        `turns`, for tasks with an agent, also reads `TURN_COLUMNS`."""
+        """Returns the samples with which the ticket's attempt begins; an empty list if none are stored, or if they
+        cannot be read. With `turns`, for tasks with an agent, also reads `TURN_COLUMNS`."""
         prefix = ticket.prefix
         if prefix is None:
             return []
@@ -249,7 +249,7 @@ class PrefixKeeper:
         put.add_done_callback(lambda _: self._puts.pop(ticket.key, None))
 
     def ended(self, key: str) -> None:
-        """Forgets a group whose rollout has ended, and gives up its running put."""
+        """Forgets a group whose rollout has ended, and cancels its put if one runs."""
         self._lengths.pop(key, None)
         if put := self._puts.get(key):
             put.cancel()

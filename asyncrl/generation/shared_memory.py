@@ -90,7 +90,7 @@ def removable(name: str) -> Path | None:
     """Returns the path of the segment or folder `name` in /dev/shm, if asyncrl may remove it; else None.
 
     It must exist, be this user's, and have the name and the type of what Python's shared memory or asyncrl makes there.
-    Names come from messages, and from run.json, which may be of a run directory from elsewhere.
+    The name is not trusted: it may come from a message, or from the run.json of a received run directory.
     """
     path = SHARED_MEMORY / name
     try:

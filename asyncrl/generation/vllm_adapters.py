@@ -98,7 +98,8 @@ class VLLMAdapters:
         """Loads the adapter in `staged`, which the caller has verified. Later requests begin with it. `on_paused` is
         called right before the first of them may begin.
 
-        Raises WeightError if there is no room for it, or if vLLM does not load it. Then nothing has changed.
+        Raises WeightError if there is no room for it, or if vLLM does not load it. Later requests then still begin with
+        the adapter before it.
         """
         started_s = time.monotonic()
         await self._drop_unused()
@@ -149,7 +150,7 @@ class VLLMAdapters:
             del self._users[adapter.name]
 
     def _write(self, path: Path, manifest: Manifest, staged: StagedWeights) -> None:
-        from asyncrl.policy.adapter import write_adapter  # imports peft, which other engines do not need
+        from asyncrl.policy.adapter import write_adapter  # imports peft, which engines without adapters do not need
 
         self.folder.mkdir(mode=0o700, exist_ok=True)  # every user of the machine can enter /dev/shm
         path.mkdir()

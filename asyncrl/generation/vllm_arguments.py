@@ -49,7 +49,7 @@ def engine_environment(config: Config, given: Mapping[str, str], *, loopback: st
     required = {
         "VLLM_NO_USAGE_STATS": "1",  # a run sends no statistics
         "VLLM_PLUGINS": "asyncrl",  # updates need this plugin, and another one could replace the model
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # each process loads our plugin, which ends it with its parent
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # each process loads our plugin, and ends with its parent
     }
     preferred = {"VLLM_LOGGING_LEVEL": "WARNING", "TOKENIZERS_PARALLELISM": "false"}
     if Path(config.model.path).is_dir():
@@ -141,8 +141,8 @@ def _gpu_arguments(config: Config, device: Device, *, sequences: int) -> dict[st
     """Returns the arguments that `engine_arguments` adds for an engine on GPUs. The engine decodes up to `sequences`
     sequences at once."""
     generator, own = config.generator, config.generator.engine_args
-    # vLLM would lower its own default to a step of all sequences with all of their tokens. It refuses a budget in which
-    # not every sequence has a token, and without chunked prefill one into which the longest prompt does not fit.
+    # As vLLM does with its own default, the budget is limited to all tokens of all sequences. vLLM refuses a budget of
+    # fewer tokens than sequences, and without chunked prefill one of fewer tokens than the longest prompt has.
     tokens = min(served_batched_tokens(device), sequences * config.model.max_length)
     if own.get("performance_mode") == "throughput":
         tokens *= 2  # as in `vllm serve`

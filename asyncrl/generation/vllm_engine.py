@@ -48,13 +48,14 @@ ENGINE_EXIT_S = 1.0
 """Seconds for vLLM's own shutdown. Afterwards the processes get the same time again, and are then killed. They have
 nothing to save, and Python needs 4 s of CPU time to end one of them in order."""
 NO_VERSION = "default"
-"""vLLM's label of the weights with which an engine starts. It is no version, so a token with it would end the run."""
+"""vLLM's label of the weights with which an engine starts. `Version.parse` refuses it, so a group with such a token
+fails."""
 UNREAD_FILES = frozenset({"tiny.json"})
 """Files of a model's directory that no engine reads: `asyncrl.demo.directory.TINY_RECIPE`."""
 WEIGHT_FILES = (".safetensors", ".bin", ".pt")
 """Suffixes of files that a model's directory may have and that no engine without adapters reads."""
 PROGRESS_EVERY_S = 0.5
-"""Seconds between two reports of what a call has sampled so far. The heartbeats that carry it are sent every second."""
+"""Seconds between two reports of what a call has sampled so far. Heartbeats carry this progress, one each second."""
 STORED_PROGRESS_EVERY_S = 0.01
 """Seconds between two such reports if partial generations are stored, so that they can be stored every few tokens. A
 report takes some 10 µs."""
@@ -69,8 +70,8 @@ def prepare_environment(config: Config) -> None:
 def device_of(config: Config) -> Device:
     """Describes the device of an engine with this configuration, as vLLM itself does when it starts.
 
-    vLLM asks NVML, which does not start CUDA in this process. Without NVML, the description is empty, and vLLM too
-    takes its numbers for small GPUs.
+    vLLM asks NVML, which does not start CUDA in this process. Without NVML, the description is empty. vLLM itself and
+    `vllm_arguments` then use the settings for small GPUs.
     """
     if config.generator.gpus == 0:
         return CPU
@@ -173,9 +174,9 @@ class VLLMEngine:
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
             processes = await processes_of(llm)
         await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
-        # The start itself draws random numbers, so the samples of a run begin with the seed again, as `taken_over`.
+        # vLLM's start has drawn random numbers. The workers are seeded again, so that samples begin as in `taken_over`.
         await llm.collective_rpc("seed_samples", args=(arguments["seed"],))
-        enable_envs_cache()  # as vLLM does in the engine's process: each request reads its environment variables
+        enable_envs_cache()  # otherwise each request reads vLLM's environment variables anew in this process
         tokenizer = load_tokenizer(model_path, chat=config.data.chat, chat_options=config.data.chat_options)
         adapters = None
         if lora is not None:
@@ -199,15 +200,16 @@ class VLLMEngine:
         """Drops the state of a run that has ended: the cached prefixes, the label of the weights, and what its updates
         have left in the workers. The weights themselves stay until the first update of the next run.
 
-        Raises RunError if the engine is not in order: if requests run, the last update is not whole, or the cache is
-        not empty afterwards. An engine with adapters has those of its run, and does not rest.
+        Raises RunError if the engine cannot serve another run: if it has died, sleeps or is paused, if requests run, if
+        the last update is not whole, or if the cache is not empty afterwards. Also raises it for an engine with
+        adapters, because it would keep those of its run.
         """
         if self._adapters is not None or self._sleeping or not self.weights.is_whole:
             raise RunError("the engine has adapters, sleeps, or its last weights are not whole")
         if self._running or self._llm.errored or self._llm.get_num_unfinished_requests() or await self._llm.is_paused():
             raise RunError("the engine has died, is paused, or has requests of the run that has ended")
         if not await self._llm.reset_prefix_cache():
-            raise RunError("the engine's cache is not empty without requests")
+            raise RunError("the engine's prefix cache cannot be emptied, although no request runs")
         await self._llm.collective_rpc("forget_updates")
         await self._llm.update_weight_version(NO_VERSION)
 
@@ -216,7 +218,7 @@ class VLLMEngine:
         before its first `load`. This object must not be used any more.
 
         Raises RunError if a new engine for the run would start with other arguments, environment variables, or files of
-        the model. Only its seed may be another one.
+        the model. Only the seed may differ.
         """
         settings = _settings(config, model_path=model_path, load_weights=False, sleep_mode=False)
         keys = {*settings, *self._settings}
@@ -301,7 +303,7 @@ class VLLMEngine:
     # -- memory --------------------------------------------------------------------------------------------------
 
     async def reset_cache(self) -> bool:
-        """Drops all cached prefixes, and computes running requests again. Returns True if the cache is now empty."""
+        """Drops all cached prefixes. vLLM computes running requests again. Returns True if the cache is now empty."""
         return bool(await self._llm.reset_prefix_cache(reset_running_requests=True))
 
     @property
@@ -378,10 +380,11 @@ class VLLMEngine:
             return text
 
         sample = child.prefix if child.output is None else child.ended(child.output)
-        # vLLM knows the text of its own request only, and a stop string may begin in the prefix. Its text of a request
-        # with stop strings also begins with a space that `decode` leaves out for some tokenizers.
+        # vLLM's own text is not used: it lacks the prefix, in which a stop string may begin. With stop strings, it also
+        # begins with a space that `decode` leaves out for some tokenizers.
         sample = until_stop(sample, stops, decode) if stops else sample
-        ended = sample.token_ids[-1:] == self._further_ends  # need not be a special token, which `decode` leaves out
+        # The token of a further end is left out here: it need not be a special token, which `decode` leaves out.
+        ended = sample.token_ids[-1:] == self._further_ends
         text = before_stop(decode(sample.token_ids[:-1] if ended else sample.token_ids), stops)
         return Completion(
             token_ids=sample.token_ids,
@@ -399,16 +402,16 @@ class VLLMEngine:
         return nullcontext() if self._adapters is None else self._adapters.used()
 
     async def _request(self, tokens: Sequence[int], children: Sequence[Child], **sampling: Any) -> Any:
-        """Runs one request of vLLM with these fields of its `SamplingParams`, whose completions are `children`. Returns
-        its output."""
+        """Runs one request of vLLM, whose completions are `children`. `sampling` are fields of vLLM's `SamplingParams`.
+        Returns vLLM's final output. Raises DataError if vLLM refuses the prompt, and InfraError if the engine fails."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         parameters = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
         request_id = f"asyncrl-{next(self._requests)}"
-        # The salt keeps a new request from using a cached prefix that other weights have computed, also those of a
-        # version that was loaded again because it had not been whole. vLLM itself tells the prefixes of adapters apart.
+        # The salt keeps a new request from using a cached prefix that other weights have computed. The number of loads
+        # is a part of it, because a version that was not whole is loaded again. vLLM tells adapters apart by itself.
         salt = f"{self.weights.version} {self.weights.loads}"
         # vLLM would render any other kind of prompt first, in an additional thread.
         prompt = tokens_input(list(tokens), cache_salt=salt)
@@ -450,7 +453,7 @@ def _settings(config: Config, *, model_path: str, load_weights: bool, sleep_mode
     )
     del arguments["seed"]
     folder = Path(model_path)
-    found = folder.iterdir() if folder.is_dir() else ()  # without a folder, vLLM takes the name of a model on the Hub
+    found = folder.iterdir() if folder.is_dir() else ()  # otherwise model_path names a model on the Hub
     described = [
         path for path in found if path.is_file() and path.suffix not in WEIGHT_FILES and path.name not in UNREAD_FILES
     ]
@@ -485,7 +488,7 @@ def _ended_at(max_tokens: int, sample: PartialCompletion) -> PartialCompletion:
 
 
 async def _all_or_none(requests: Iterable[Coroutine[Any, Any, Any]]) -> None:
-    """Runs the requests at once. If one fails, ends the others and raises its error."""
+    """Runs the requests concurrently. If one fails, cancels the others and raises the error of the failed one."""
     try:
         async with asyncio.TaskGroup() as group:
             for request in requests:

@@ -1,9 +1,9 @@
-"""The tokens that vLLM has sampled so far of a group whose requests run, after those of an earlier attempt.
+"""Reads the tokens that vLLM has sampled so far, while requests run, and joins them to those of an earlier attempt.
 
 vLLM returns an output only when all completions of a request have ended: an output for each token would cost a copy of
 all tokens and a wake-up of the event loop. Before that, tokens are read from the output processor of `AsyncLLM`, which
 runs in this process. It updates a request's tokens, log-probs and versions in one go between two turns of the event
-loop, so they always fit together here.
+loop, so a reader always finds as many log-probs and versions as tokens.
 """
 
 import math
@@ -29,8 +29,8 @@ _ENDS = ("stop", "length")
 @dataclass(slots=True)
 class Child:
     """One completion: the prefix with which it began, its request with the child's index in it, and the request's
-    output for it when the request has ended. `sampled` is the number of tokens that its request had at the last look. A
-    completion that was finished before has no request. `version` is the version of the request's adapter: with an
+    output for it when the request has ended. `sampled` is the number of its request's tokens that was read last. A
+    completion whose prefix is finished has no request. `version` is the version of the request's adapter: with an
     adapter, all tokens of a request have this version, and vLLM's own labels of versions are not used. `widths` are
     those of the run (`Config.widths`), or empty if the request does not sample with them.
 
@@ -147,7 +147,7 @@ def _versions(starts: Sequence[tuple[str, int]], tokens: int, *, version: Versio
     if version is not None:
         return [version] * tokens
     if not tokens:
-        return []  # vLLM begins the first span with the first token
+        return []  # without a token, vLLM has no span
     if not starts or starts[0][1] != 0:
         raise DataError(
             f"vLLM did not label the first of {tokens} tokens with a weight version", reason="version_spans"

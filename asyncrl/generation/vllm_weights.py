@@ -1,7 +1,7 @@
 """The weights of one vLLM engine: applies a version, whichever way its bytes arrive.
 
-Invariant: the engine resumes only when no tensor of an update was applied, or all of them. After a part of an update it
-stays paused, has no version, and waits for a whole update.
+Invariant: the engine resumes only when no tensor of an update was applied, or all of them. After an update that failed
+half way, it stays paused, has no version, and waits for a whole update.
 
     await weights.begin(version)            # pauses generation
     await weights.apply(update, some)       # `some` are the names of its tensors; called once or more
@@ -42,8 +42,8 @@ Answer = TypeVar("Answer")
 
 
 class VLLMWeights:
-    """Applies updates to one `AsyncLLM`, one at a time. `before` has applied those of an earlier run to it: it has no
-    version for this run, but its preparations and loads are counted on."""
+    """Applies updates to one `AsyncLLM`, one at a time. `before` is the object that did this for an earlier run. Its
+    pipe and its counts of preparations and loads are taken over, and its version is not."""
 
     def __init__(self, llm: Any, *, clear_cache: bool, before: "VLLMWeights | None" = None) -> None:
         self._llm = llm
@@ -52,8 +52,8 @@ class VLLMWeights:
         self._loading: Version | None = None
         self._applied: list[str] = []
         self._timeout_s = 0.0
-        # The workers write into the pipe at the end of a preparation. It stays open as long as the engine, because a
-        # late worker must not meet another file under its number.
+        # The workers write into the pipe at the end of a preparation. They open it by the number of its descriptor. It
+        # stays open as long as the engine, so that a late worker does not open another file with this number.
         self._pipe: tuple[int, int] | None = None if before is None else before._pipe
         self._preparations: int = 0 if before is None else before._preparations
         self.version: Version | None = None
@@ -98,7 +98,7 @@ class VLLMWeights:
         return functools.reduce(or_, [msgspec.msgpack.decode(answer, type=ReadBack) for answer in answers])
 
     async def _prepare(self, update: dict[str, Any]) -> None:
-        """Lets the engine's workers make an update ready, each in a thread, while they decode."""
+        """Lets the engine's workers prepare an update, each in a thread, while they decode. Waits for all of them."""
         if self._pipe is None:
             self._pipe = os.pipe()
         reader, writer = self._pipe
@@ -107,7 +107,7 @@ class VLLMWeights:
 
         def read() -> None:
             for (number,) in struct.iter_unpack(PREPARED, os.read(reader, 4096)):
-                if number == own:  # otherwise it is of an update that was given up
+                if number == own:  # other numbers are of updates that were given up
                     ended.release()
 
         loop.add_reader(reader, read)
@@ -242,7 +242,7 @@ class VLLMWeights:
         return paused_s
 
     async def apply(self, update: dict[str, Any], names: Sequence[str]) -> None:
-        """Applies the tensors `names`, a part of the update. `update` tells vLLM's workers where their bytes are."""
+        """Applies the tensors `names`, a part of the update. `update` tells vLLM's workers where the bytes are."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         with self._torn_by_errors():
@@ -252,7 +252,7 @@ class VLLMWeights:
             self._applied += names
 
     async def commit(self, names: Sequence[str]) -> None:
-        """Completes the update, checks that its tensors are `names`, labels later tokens with it, and resumes."""
+        """Checks that the update had the tensors `names`, completes it, labels later tokens with it, and resumes."""
         with self._torn_by_errors():
             # vLLM does not raise when tensors are missing, so the names are counted here.
             if sorted(self._applied) != sorted(names):

@@ -108,8 +108,8 @@ class WeightUpdates:
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[Version | None]:
-        """Keeps the loaded version in the block, and yields it; None while the replica has none. New versions are
-        fetched meanwhile, and loaded afterwards."""
+        """Keeps the engine at the loaded version until the block ends. Yields this version; None while the replica has
+        none. New versions are fetched meanwhile, and loaded afterwards."""
         async with self._held:
             yield self.version
 
@@ -156,7 +156,7 @@ class WeightUpdates:
                 lasting = isinstance(error, ManifestMismatch) and not isinstance(error, WeightsDamaged)
                 if self.version is None and lasting:
                     raise  # the replica's model differs from the learner's, so no later version would fit either
-                # The bytes may be whole the next time. If not, the store's other version may be.
+                # The next fetch asks for any version but this one. The store offers this one again if it has no other.
                 refused, newest, refusals = newest, self.version, refusals + 1
                 if isinstance(error, WeightsDamaged | ManifestVoid):
                     await self._source.refuse(publication.delivery)
@@ -330,8 +330,8 @@ class WeightUpdates:
         self._changed_by_loader = frozenset(name for name in live.differing if _in_all_layers(name) not in alike)
         if unread := sorted(self._changed_by_loader | live.unread):
             logger.info(
-                "replica %s: %d live parameters are compared with the published ones after each update, and %d are "
-                "not, because vLLM keeps them in another form, such as %s; the probe verifies these",
+                "replica %s: each update that is verified compares %d live parameters with the published ones, and %d "
+                "are not compared, because vLLM keeps them in another form, such as %s; the probe verifies these",
                 self._name,
                 len(live.alike),
                 len(unread),

@@ -23,4 +23,4 @@ RECIPES = _folder("recipes", in_repository="configs", has="quickstart.yaml")
 DASHBOARDS = _folder("dashboards", in_repository="dashboards", has="overview.json")
 PROMETHEUS = _folder("prometheus", in_repository="deploy/prometheus", has="prometheus.yml")
 
-__path__[:] = [str(RECIPES)]  # in a clone, the folder of this file has no module of a recipe
+__path__[:] = [str(RECIPES)]  # in a clone, the recipes' modules are not in the folder of this file

@@ -72,7 +72,7 @@ def decode(base: Bytes, delta: Bytes) -> Bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Delivery:
-    """A version that was sent, and that the weight store may have: the bytes of each bucket, and their chain."""
+    """A version that was sent, and that the weight store may have: the sent bytes of each bucket, and its chain."""
 
     version: Version
     parts: tuple[Bytes, ...]
@@ -141,7 +141,7 @@ class DeltaSender:
             links = self._chains[index].bucket.links
             linked = links and len(links) < self._anchor_every and not whole
             delta = encode(self._base[index], data) if linked else None
-            # All deltas of a chain are kept, and a replica that starts fetches them, so together they must be smaller.
+            # A replica that starts fetches all deltas of a chain, so together they must be smaller than the bucket.
             small = delta is not None and delta.nbytes + sum(link.nbytes for link in links if link.delta) < data.nbytes
             parts.append(delta if delta is not None and small else data)
             deltas.append(small)

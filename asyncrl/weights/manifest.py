@@ -1,7 +1,7 @@
 """The manifest of a published version: the layout and checksums of its bytes, and a probe of what the weights compute.
 
 The tensors of a version stand one after the other in one flat buffer. The bytes travel in buckets: each bucket has some
-pieces of the flat buffer, those of one learner's rank. So a rank sends its own shards, and no rank needs whole weights.
+pieces of the flat buffer, all from one learner rank. So a rank sends its own shards, and no rank needs whole weights.
 
 Before a replica applies the first byte, it checks names, shapes and dtypes (`check_parameters`), that the buckets make
 up the whole flat buffer (`check_layout`), and size and checksum of each bucket (`put_bucket`). A mismatch raises
@@ -60,7 +60,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 class Link(msgspec.Struct, frozen=True, array_like=True):
     """A step on the way to the bytes of a bucket: the version that it makes, the checksum of the whole bucket after it,
-    and the number of bytes that travel for it. They are a delta to the link before, or the whole bucket."""
+    and the number of bytes that travel for it. These bytes are a `delta` to the link before, or the whole bucket."""
 
     version: Version
     checksum: str
@@ -70,7 +70,8 @@ class Link(msgspec.Struct, frozen=True, array_like=True):
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True):
     """The pieces whose bytes a bucket has, one after the other, and the xxh3-128 checksum of these bytes in hex. With
-    `weights.delta` it has links, and its handle is a tuple with one handle for each link. The first one is whole."""
+    `weights.delta` it has links, and its handle is a tuple with one handle for each link. The first
+    link is the whole bucket."""
 
     pieces: tuple[Piece, ...]
     checksum: str

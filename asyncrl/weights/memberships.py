@@ -4,8 +4,8 @@ Rank 0 of the learner asks before each broadcast which replicas are there, and t
 to the other ranks. A membership (epoch) is one process group. Its number grows when the members change, and when the
 process group has broken.
 
-A replica is there if it waits for an announcement. `present` wakes all that wait, and those count that wait again: so a
-replica that has just died is no member of the next membership.
+A replica is there if it waits for an announcement. `present` wakes all replicas that wait, and counts those that wait
+again. So a replica that has just died does not become a member of the next membership.
 
 A replica that lacks bytes asks for them here. The ranks then put them into the object store.
 """
@@ -39,7 +39,7 @@ class Memberships:
 
     def __init__(self) -> None:
         self._changed = asyncio.Condition()
-        # by call that waits: the replica, its epoch, and rank 0's last question for present replicas at its begin
+        # for each waiting call: the replica, the epoch that it has joined, and `_question` when the call began
         self._waiting: dict[object, tuple[str, int | None, int]] = {}
         self._question = 0
         self._last: Broadcast | None = None
@@ -115,7 +115,7 @@ class Memberships:
 
     async def next_broadcast(self, replica: str, epoch: int | None, after: int, timeout_s: float) -> Broadcast | None:
         """Waits for a broadcast with a number above `after`. `epoch` is the membership whose group the replica has
-        joined. Returns None after `timeout_s`, or when rank 0 asks which replicas are there. The replica then calls
+        joined. Returns None after `timeout_s`, or when rank 0 asks which replicas wait. The replica then calls
         again at once, which shows that it lives."""
         poll = object()
 

@@ -2,13 +2,13 @@
 
 A block is an anonymous file that each of its replicas has open, so it disappears with the last one, also if all of them
 are killed. A small file, the pointer, has the path of the block, by which a replica that starts finds it. Each replica
-writes its own path there before it stages a version. So the pointer may be removed at any time, and the replica that
-wrote it last may end: at worst, a replica that starts then makes a second block, and the others join it when they stage
-their next version.
+writes its own path to the block into the pointer before it stages a version. So the pointer may be removed at any time,
+and the replica that wrote it last may end: at worst, a replica that starts then makes a second block, and the others
+join it when they stage their next version.
 
 A replica that changes the block holds it alone, and one that loads from it holds it together with others. The kernel
 releases what a replica holds when its process ends. The block counts its changes, so a replica knows whether the bytes
-that it has verified still stand there.
+that it has verified are still in it.
 """
 
 import contextlib
@@ -165,8 +165,8 @@ class BroadcastRoom:
 
     @contextlib.contextmanager
     def held(self, version: Version, nbytes: int) -> Iterator[Block | None]:
-        """Yields the node's block, and holds it alone. Yields None if another replica puts this broadcast there, or if
-        replicas use the block for other weights for longer than `room_s`."""
+        """Yields the node's block, and holds it alone. Yields None if another replica puts this broadcast into it, if
+        replicas use it for other weights for longer than `room_s`, or if there is no memory for it."""
         self.dropped = False
         try:
             block = shared_block(self._pointer, nbytes, held=self._held(nbytes))
@@ -202,8 +202,8 @@ class BroadcastRoom:
 
 
 def _held_alone(block: Block, number: int, *, room_s: float) -> bool:
-    """Waits until this replica holds the block alone. Returns False if another one puts broadcast `number` there, or
-    after `room_s`."""
+    """Waits until this replica holds the block alone. Returns False if another replica puts broadcast `number` into
+    it, or after `room_s`."""
     deadline_s = time.monotonic() + room_s
     while not block.lock(alone=True):
         if block.broadcast == number or time.monotonic() > deadline_s:

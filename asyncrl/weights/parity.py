@@ -5,8 +5,8 @@ In float32 the largest difference decides.
 In bfloat16 both sides round, and a healthy model of 30 layers has a mean difference of 0.03 to 0.04 nats, where a small
 one has 0.003. So the unit is what this run shows at its start: the mean and the root mean square of its first
 differences. Later ones may be `weights.parity_factor` times as large. The unit itself may have a mean of at most
-`weights.parity_mean_nats`, over at least `FIRST_TOKENS` tokens: a run with a small batch may never have more tokens of
-its own weights. Later differences of the learner's training steps are judged over at least `POOLED_TOKENS` tokens.
+`weights.parity_mean_nats`, over at least `FIRST_TOKENS` tokens: a run with a small batch may never have more on-policy
+tokens. Later differences of the learner's training steps are judged over at least `POOLED_TOKENS` tokens.
 
 In both precisions there is a second test, of tokens that the engine has sampled. If the engine reports the
 probabilities with which it samples, the mean of p_learner / p_engine over these tokens is 1, whatever weights and
@@ -23,8 +23,8 @@ from asyncrl.config.schema import Config
 
 POOLED_TOKENS = 2000
 """Number of tokens over which means of differences are judged. If there are fewer tokens, the missing ones count as
-equal, so that few tokens fail too if they differ much. In float32, the largest difference of each call is judged
-instead of the mean."""
+tokens without a difference, so few tokens fail only if they differ much. In float32, the largest difference of each
+call is judged instead of the mean."""
 FIRST_TOKENS = 200
 """The number of tokens, in place of `POOLED_TOKENS`, before the run has a unit. It is smaller, because the limit of a
 unit (`weights.parity_mean_nats`) leaves more room."""
@@ -116,7 +116,7 @@ class ParityLimits:
     `tolerance_nats`. Otherwise a unit has a mean of at most `mean_nats`, and later differences are at most `factor`
     units.
 
-    The log-probs are those at `temperature`. One below 1 enlarges the logits and their differences, so that
+    The log-probs are those at `temperature`. A temperature below 1 enlarges the logits and their differences, so that
     `largest_nats` is larger too.
     """
 
@@ -143,13 +143,13 @@ class ParityLimits:
         return self.tolerance_nats / min(1.0, self.temperature)
 
     def in_words(self) -> str:
-        """Says what `largest_nats` is, with its setting."""
+        """Returns `largest_nats` and its setting as a text for messages."""
         divided = "" if self.temperature >= 1.0 else f" / generator.temperature = {self.largest_nats:g}"
         return f"weights.parity_tolerance_nats = {self.tolerance_nats:g}{divided}"
 
 
 def room_for_few(tokens: int) -> float:
-    """Returns by which factor the mean difference of so many tokens may be above its limit in bfloat16, by chance.
+    """Returns by which factor the mean difference of `tokens` tokens may exceed its limit by chance in bfloat16.
 
     >>> round(room_for_few(16), 2), round(room_for_few(1600), 2)
     (1.9, 1.09)
@@ -170,7 +170,7 @@ class ParityJudge:
         """The spread with which later differences are compared. None before the first ones, and in float32."""
 
     def judge(self, new: Differences) -> Verdict:
-        """Adds differences, and judges the newest ones. Without tokens there is nothing to judge."""
+        """Adds differences, and judges the newest ones. If `new` has no tokens, the ratio is 0."""
         if not new.tokens:
             return Verdict(0.0)
         self._pool.append(new)

@@ -1,7 +1,7 @@
 """A learner rank's part of a publication: takes a snapshot of its own shards, and delivers it during the next steps.
 
 A snapshot copies the bytes that this rank sends, and no others: its shards of every parameter. It needs no collective
-and no other rank. `deliver` has a thread of its own.
+and no other rank. `deliver` runs in a thread of its own.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,8 +38,8 @@ OwnShard = tuple[str, int, torch.Tensor]
 class Snapshot:
     """A rank's copy of the bytes that it sends of the weights after a step. The bytes are in buckets. `pieces` has the
     places of each bucket's bytes in the version's flat buffer. `memory` has the bytes, one bucket after the other.
-    `entries` describe all tensors, and are the same on every rank. `shards` has for each shard its number of bytes, and
-    that of one element. `shared` has the memory if other processes of the node may map it."""
+    `entries` describe all tensors, and are the same on every rank. `shards` has for each shard the number of its bytes,
+    and the number of bytes of one element. `shared` has the memory if other processes of the node may map it."""
 
     entries: tuple[TensorEntry, ...]
     pieces: tuple[tuple[Piece, ...], ...]

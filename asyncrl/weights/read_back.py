@@ -1,4 +1,4 @@
-"""Reads samples of the live parameters of a vLLM model back, and compares their bits with what was published.
+"""Reads samples of the live parameters of a vLLM model back, and compares them with the published numbers.
 
 It runs in vLLM's worker after an update. It finds a fault that the probe of log-probs cannot see: a parameter that was
 not updated, but differs too little from the new version to change a log-prob measurably, such as an old embedding.
@@ -7,7 +7,7 @@ The places of the tensors do not come from vLLM's loader, because this compariso
 come from the names of vLLM's modules: a fused layer such as `qkv_proj` has the tensors that `packed_modules_mapping`
 names, one below the other.
 
-The sample differs with each version. It has whole columns or rows of a matrix: two columns of an embedding (every token
+The sample differs with each update. It has whole columns or rows of a matrix: two columns of an embedding (every token
 has a part in them) and of each matrix that vLLM has packed for a CPU, two rows of any other matrix. A packed matrix
 cannot be read, so it is multiplied with unit vectors: the products are its columns, exactly, because they are sums of
 one weight and zeros. All elements of a vector are compared.

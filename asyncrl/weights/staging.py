@@ -120,8 +120,9 @@ class StagedWeights:
         Fetches one missing part at a time. While a part is put into the buffer and verified there, the next one is
         fetched.
 
-        Raises FetchFailed if there is no memory, WeightsDamaged, and the errors of `fetch`. Then it has called
-        `release`. The verified parts stay in the node's memory for the next call, unless another replica changes them.
+        Raises FetchFailed if there is no memory, WeightsDamaged if fetched bytes are damaged, and the errors of
+        `fetch`. Calls `release` before it raises. The verified parts stay in the node's memory for the next call,
+        unless another replica changes them.
         """
         nbytes = manifest.flat_bytes
         if self._pointer is None:
@@ -245,7 +246,7 @@ class StagedWeights:
 
     def put(self, part: Part, data: Bytes) -> None:
         """Writes the bytes of a bucket into their places in the buffer, or applies a delta to the bytes there, and
-        verifies the result. Raises WeightsDamaged if it is wrong. The whole bucket then counts as missing."""
+        verifies the result. Raises WeightsDamaged if the result is wrong. The whole bucket then counts as missing."""
         assert self._manifest is not None, "call begin() first"
         bucket = self._manifest.buckets[part.bucket]
         link = None if part.link is None else bucket.links[part.link]

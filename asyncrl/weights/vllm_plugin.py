@@ -112,8 +112,8 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
 
     def start_weight_update(self) -> None:
         if self._reloading:
-            # The last update stopped half way. Without this, vLLM would count its tensors into the new update and treat
-            # a layer as complete too early.
+            # The last update stopped half way. Otherwise vLLM would count its tensors as tensors of the new update, and
+            # treat a layer as complete too early.
             self._finish_reload()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -150,7 +150,8 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
                 weights = self._opened(msgspec.convert(groups, dict[str, SharedGroup]))
             case _:
                 raise WeightError(f"cannot apply an update with the fields {sorted(update_info)}")
-        # The layerwise loaders keep each tensor until its layer is complete, and a tensor keeps its memory alive.
+        # `weights` need not be kept: the layerwise loaders keep each tensor, and so its memory, until its layer is
+        # complete.
         with torch.device(self.device):
             if not self._reloading:
                 # The layerwise reload wraps the loaders that a swap would use.

@@ -140,7 +140,7 @@ async def test_a_late_call_is_repeated_with_growing_pauses_until_it_answers(
     late = Late(5)
     assert await calls.patiently(late, patience_s=60.0, first_pause_s=0.001) == "answer"
     assert late.calls == 6
-    assert "the buffer's commit took longer than 30 s; it is repeated" in caplog.text
+    assert "the buffer's commit took longer than 30 s; the call is repeated" in caplog.text
 
 
 def test_a_late_call_is_repeated_in_a_thread_too() -> None:

@@ -24,7 +24,7 @@ def ref(actor: str = "a") -> Any:
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        (ELSEWHERE, "its process is on the node gpu-2 (10.0.0.2), which did not answer: see whether that node runs"),
+        (ELSEWHERE, "the actor's process is on the node gpu-2 (10.0.0.2), which did not answer: see whether"),
         (ELSEWHERE._replace(alive=False), "on the node gpu-2 (10.0.0.2), which Ray counts as dead"),
         (ELSEWHERE._replace(here=True), BUSY),
     ],
@@ -47,7 +47,7 @@ def test_a_head_that_does_not_answer_is_named_and_asked_only_once_for_an_actor()
 
     lookups = Lookups(silent, lookup_s=0.0)
     for actor in ("a", "a", "b", "a"):
-        assert "Ray's head did not say either" in lookups.why(ref(actor))
+        assert "Ray's head also did not say" in lookups.why(ref(actor))
     answered.set()
     assert sorted(asked) == ["a", "b"]
 
@@ -94,8 +94,8 @@ def test_an_error_of_the_lookup_does_not_hide_that_the_call_is_late() -> None:
     def failing(_: Any) -> Place:
         raise KeyError("Address")
 
-    assert "Ray's head did not say either" in Lookups(failing, lookup_s=60.0).why(ref())
-    assert "Ray's head did not say either" in Lookups(failing, lookup_s=60.0).why("no reference")
+    assert "Ray's head also did not say" in Lookups(failing, lookup_s=60.0).why(ref())
+    assert "Ray's head also did not say" in Lookups(failing, lookup_s=60.0).why("no reference")
 
 
 @pytest.mark.parametrize("here", [True, False])
@@ -130,7 +130,7 @@ async def test_a_late_call_and_one_that_cannot_reach_its_actor_say_where_it_is(m
             yield
 
     monkeypatch.setattr(calls.ray, "cancel", lambda _: None)
-    with pytest.raises(CallTimeout, match=r"^asking took longer than 7 s; its process is on the node gpu-2"):
+    with pytest.raises(CallTimeout, match=r"^asking took longer than 7 s; the actor's process is on the node gpu-2"):
         await calls.finished(Call(TimeoutError()), timeout_s=7.0, what="asking")
     with pytest.raises(ActorUnreachable, match=r"cannot be reached at the moment .* the node gpu-2 \(10\.0\.0\.2\)"):
         await calls.finished(Call(ActorUnavailableError("lost", None)), timeout_s=7.0, what="asking")

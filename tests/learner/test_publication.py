@@ -348,7 +348,7 @@ async def test_weights_are_sent_again_although_the_weight_store_was_late(caplog:
     await scene.publisher.settle()
     await refuse(scene, 1)
     assert (scene.versions, scene.late_refusals) == ([0, 0], 0)
-    assert caplog.text.count("waiting for refused weights took longer than 30 s; it is repeated") == 2
+    assert caplog.text.count("waiting for refused weights took longer than 30 s; the call is repeated") == 2
 
 
 @pytest.mark.asyncio

@@ -4,18 +4,18 @@ The weight store keeps the membership (`asyncrl/weights/memberships.py`). Learne
 one process group (`peers.py`). For each version:
 
     rank 0         asks which replicas wait, and announces the broadcast; if the members have changed, in a new group
-    everyone       joins the group, unless it has joined it for an earlier version
+    all members    join the group, unless they have joined it for an earlier version
     train ranks    describe their buckets with checksums, and send them
     replicas       verify the bytes, in a thread; one replica of each node puts them into the node's memory
-    everyone       waits until all replicas have verified all bytes
+    all members    wait until all replicas have verified all bytes
 
 Then the manifest is offered, and a replica finds the bytes in its node's memory for staged weights. It asks for the
 bytes that it lacks, and the ranks put them into the object store. So a replica that has just started, died or was late
 holds up one broadcast at most, until `weights.load_timeout_s`, and no broadcast that fails delays training or loses a
 version.
 
-A group that has broken is not used again. A replica of it takes part again when it has the whole version of the broken
-broadcast, so a replica that cannot receive in time stays out.
+A group that has broken is not used again. A replica of this group takes part in broadcasts again only when it has the
+whole version of the broken broadcast, so a replica that cannot receive in time stays out.
 
 All members send and receive in the memory of their host, with gloo, also where ranks and engines have GPUs.
 """
@@ -189,10 +189,10 @@ class CollectiveSender(Sender):
         )
 
     def _announce(self, version: Version) -> tuple[Broadcast, socket.socket | None]:
-        """Asks which replicas are there, and announces the broadcast to ranks and replicas. Also returns the socket
+        """Asks which replicas wait for a broadcast, and announces it to them and to the ranks. Also returns the socket
         that listens for a new process group; None if no new group is needed."""
         there: dict[str, int | None] = self._asked(
-            self._store.present.remote(self._group.members, PRESENCE_S), PRESENCE_S, "asking which replicas are there"
+            self._store.present.remote(self._group.members, PRESENCE_S), PRESENCE_S, "asking which replicas wait"
         )
         members = tuple(sorted(there))
         is_new = members != self._group.members or not {*there.values()} <= {self._group.epoch}
@@ -333,7 +333,7 @@ class CollectiveTransport(Transport):
                 if self._group.epoch is None:
                     await self._until_whole(broadcast.version)
         except ActorGone:
-            return  # the weight store has ended, and the replica finds out by itself
+            return  # the weight store has ended, and other calls of the replica notice it
         finally:
             self._group.leave()
 

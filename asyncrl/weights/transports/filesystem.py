@@ -34,7 +34,7 @@ class FilesystemTransport(StoresBytes):
     def send(self, sent: Shipment) -> list[Any]:
         folder = self._folder / str(sent.version)
         folder.mkdir(parents=True, exist_ok=True)
-        # Two ranks may send equal bytes, but not of the same offset, so no two files have the same name.
+        # Two ranks may send equal bytes, but not for the same offset, so no two files have the same name.
         paths = [folder / f"{bucket.pieces[0].offset}-{bucket.checksum}.safetensors" for bucket in sent.described]
         for path, part in zip(paths, sent.parts, strict=True):
             unfinished = path.with_suffix(".unfinished")

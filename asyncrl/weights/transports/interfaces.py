@@ -1,7 +1,7 @@
 """The interface of a transport, which moves the bytes of a version from the learner's ranks to the replicas.
 
-A transport either stores the bytes, and replicas fetch them at any time, or it broadcasts them to the replicas that are
-there when a rank sends.
+A transport either stores the bytes, and replicas fetch them at any time, or it broadcasts them to the replicas that
+wait for them when a rank sends.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +24,8 @@ class BroadcastEnd:
     absent      it was not a member, because it had just started, or lacked bytes of an earlier broadcast, or did not
                 answer rank 0 in time
 
-    `nbytes` are the verified bytes that arrived. `seconds` is the time from the announcement, with joining a group.
+    `nbytes` are the verified bytes that arrived. `seconds` is the time from the announcement on, including the time to
+    join a group.
     """
 
     outcome: str

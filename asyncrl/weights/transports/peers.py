@@ -27,10 +27,10 @@ KNOWING_WHO_IS_MISSING = 0.9
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the ranks meet. Ranks 0 to train_world_size − 1 train, the others serve; rank 0 listens at host:port.
+    """Where the ranks meet. Ranks 0 to train_world_size − 1 train, the others generate; rank 0 listens at host:port.
 
     `timeout_s` is `weights.load_timeout_s` of the config. It limits joining, and each exchange as a whole. Every group
-    needs its own port, or a socket that listens at it already.
+    needs a port of its own, at which rank 0 can listen, or already listens.
     """
 
     host: str
@@ -52,7 +52,7 @@ class Peers:
         self._said = self._gloo("said", rank, self.world_size, rendezvous)
         trainers = rendezvous.train_world_size
         if device.type == "cpu":
-            # Each train rank has a group with all ranks that serve, so that train ranks get no bytes of each other.
+            # Each train rank has a group with all ranks that generate, so that train ranks get no bytes of each other.
             own = [rank] if rank < trainers else range(trainers)
             place, size = max(0, rank - trainers + 1), 1 + self.world_size - trainers
             self._sent = {root: self._gloo(f"sent/{root}", place, size, rendezvous) for root in own}
