@@ -17,9 +17,10 @@ WitnessSteps = Annotated[
         "--witness-steps",
         min=0,
         metavar="K",
-        help="Also compute K training steps a second time, by a plain path, from the weights and batches that the run "
-        "kept (audit.keep_weights: all). Half of them are the first steps of the run, of which the new weights are "
-        "computed too. The others are spread up to its end. 5 is a good start. Writes a certificate.",
+        help="Also compute K training steps a second time, by a plain path (other, simpler code), from the weights and "
+        "batches that the run kept (audit.keep_weights: all). Half of the K steps are the first ones of the run; for "
+        "these, the new weights are computed too. The others are spread up to the run's end. 5 is a good start. Writes "
+        "a certificate.",
     ),
 ]
 Certificate = Annotated[
@@ -69,13 +70,14 @@ def audit(
 
 
 def _fetch(mirror: MirroredRun) -> None:
-    mirror.checkpoints()  # first: the records have each step up to a checkpoint
+    mirror.checkpoints()  # first, so that the records, which are fetched later, have each step up to a checkpoint
     mirror.records(AUDIT)
 
 
 def _audit(directory: Path, *, trust: bool, witness_steps: int, path: Path | None) -> None:
-    """Prints the outcomes of the checks, and writes the certificate to `path`, with None only if there are steps to
-    witness. Exits with 1 as `audit` says."""
+    """Prints the outcomes of the checks, and writes the certificate to `path`. If `path` is None, writes it to its
+    default path, and only if there are steps to witness. Exits with 1 if a check failed, or if check 6 was not
+    possible."""
     from asyncrl.audit.audit import outcomes_of
     from asyncrl.audit.certificate import certificate, certificate_path
     from asyncrl.audit.history import Verdict, read_history

@@ -117,8 +117,8 @@ def call_loss(config: Config) -> None:
         raise ConfigError(f"{named}: {failure}. It was called with a batch of two rows")
     if largest := max(_outside_of_masks(slope, data["token_mask"]) for slope in slopes.values()):
         raise ConfigError(
-            f"{named}: it has the derivative {largest:.3g} by a token that token_mask leaves out, which must be 0, for "
-            "example by a product with data['token_mask'][:, 1:]. It was called with a batch of two rows"
+            f"{named}: its derivative by a token that token_mask leaves out is {largest:.3g}, but must be 0; multiply, "
+            "for example, by data['token_mask'][:, 1:]. It was called with a batch of two rows"
         )
 
 

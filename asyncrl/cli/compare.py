@@ -49,7 +49,7 @@ def compare(
     columns that fit into the terminal are printed; --csv writes all numbers.
 
     With --by run.seed, runs that differ only in their seed are one group: the page and the tables have means with 95 %
-    t-intervals, curves with bands, and the differences of the groups to the first one with a test.
+    t-intervals, curves with bands, and the difference of each group to the first one with a statistical test.
 
     \b
       asyncrl compare quickstart quickstart.1

@@ -25,9 +25,9 @@ app = command_app(help="Show, check or describe a configuration, without startin
 
 @app.command()
 def show(files: ConfigFiles, overrides: Overrides) -> None:
-    """Print the merged configuration as YAML, with all defaults. A comment in the section algorithm has all axes of the
-    objective, as `asyncrl losses -c` prints them. Comments mark the time limits that follow the size of the model. If
-    an axis is wrong, a warning on stderr says so, and the comment with the axes is left out."""
+    """Print the merged configuration as YAML, with all defaults. A comment in the section algorithm has all axes
+    (parts) of the objective, as `asyncrl losses -c` prints them. Comments mark the time limits that follow the size of
+    the model. If an axis has a wrong value, a warning on stderr says so, and the comment with the axes is left out."""
     config = load_config(files, overrides)
     derived = timeouts_of_model(config)
     text = _marked(dump_config(with_timeouts(config, derived)), derived)

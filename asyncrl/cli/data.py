@@ -62,11 +62,11 @@ def show(
 ) -> None:
     """Print prompts as the model gets them, token by token, with the model's chat template and special tokens.
 
-    A line of tokens says what it is for: the model reads the prompt, and nothing of it is trained. Tokens that the
-    model samples are trained, with the end of its turn. The reference answer shows where they would stand, unless an
-    episode has several turns. Tokens that the chat template puts behind a turn are not sampled, and not trained. The
-    prompt has the descriptions of `environment.tools`. The first lines count the rows that are left out, by reason. A
-    dataset or an environment that is your own code is imported and called, and your own tools are imported.
+    Each line of tokens begins with its use. "read, not trained": the prompt, with the descriptions of
+    `environment.tools`. "sampled, trained": the reference answer and the end of the model's turn, in the place of what
+    the model will sample; not shown if episodes have several turns. "added, not trained": tokens that the chat template
+    puts behind a turn. The first lines count the rows that are left out, by reason. A dataset or an environment that is
+    your own code is imported and called, and your own tools are imported.
     """
     config, warnings = checked_config(files, overrides, roles=())
     print_warnings(warnings)
@@ -197,8 +197,9 @@ def described(
     task: Task, tokenizer: Any, *, tokens: bool = False, tools: "Tools" = (), turns: bool = False
 ) -> Iterator[str]:
     """Yields lines that show a prompt and its reference answer token by token; with `tokens`, each token of the prompt
-    in a line with its id. The prompt describes the `tools`. A note names a control token in the task's own text. With
-    `turns`, an episode has several turns, so the reference answer is not what the model samples after the prompt."""
+    in a line with its id. The prompt contains the descriptions of the `tools`. A note names a control token in the
+    task's own text. With `turns`, an episode has several turns: the reference answer is not what the model samples
+    after the prompt, so its tokens are not shown."""
     from asyncrl.data.control_tokens import ControlTokens
     from asyncrl.data.tokenizer import encode_prompt, template_tokens
 

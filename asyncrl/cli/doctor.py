@@ -247,7 +247,7 @@ def _available_memory_bytes() -> int:
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     try:
         return min(available, int(limit.read_text()) - int(used.read_text()))
-    except (OSError, ValueError):  # there is no control group, or its limit is "max", that is no limit
+    except (OSError, ValueError):  # no control group, or its limit is "max", which means no limit
         return available
 
 
@@ -273,7 +273,7 @@ def doctor(
     """Check this machine: packages, memory, processes of old runs. Exits with status 1 if a run cannot work here.
 
     With --plan, print for a configuration the memory of each process, the bytes of a weight publication, and how long
-    it makes both pools wait. Nothing is started. The command fails if something does not fit.
+    generators and learner wait for a publication. Nothing is started. The command fails if something does not fit.
 
     \b
       asyncrl doctor

@@ -20,7 +20,7 @@ CLOSE_S = 60.0
 KILLED_S = 10.0
 """Time that a process has to end after a second signal, before it is killed, seconds."""
 POLL_S = 0.2
-"""Time between two looks whether the process has closed the run's directory, seconds."""
+"""Time between two checks whether the process has closed the run's directory, seconds."""
 
 Now = Annotated[
     bool, typer.Option("--now", help="End the run at once: what it has trained since its newest checkpoint is lost.")
@@ -31,10 +31,11 @@ def down(run: RunningRun, address: RunningAddress = None, now: Now = False) -> N
     """End a run, or clean up after a run that was killed.
 
     A run that lives ends as after Ctrl-C: the learner finishes its step and saves a checkpoint, and the generators
-    leave. The command waits for this. With --now the run ends at once. Then its shared actors end. If a run was killed,
-    its remaining processes are ended, its files are removed from /dev/shm, and run.json and the report record how it
-    ended. Only processes and files on this machine, and since its last boot, are ended and removed. A run that ended by
-    itself needs no `down`. A run that is being restarted at this moment may continue: call `down` again.
+    leave. The command waits for this. With --now the run ends at once. In both cases the command then ends the actors
+    of the run on Ray. If a run was killed, the command ends its remaining processes, removes its files from /dev/shm,
+    and records in run.json and the report how it ended. For this it looks only at processes and files of this machine,
+    and only at those since its last boot. A run that ended by itself needs no `down`. A run that is being restarted at
+    this moment may continue: call `down` again.
     """
     from asyncrl.deployment.known_runs import (
         as_it_is,
@@ -88,7 +89,8 @@ def down(run: RunningRun, address: RunningAddress = None, now: Now = False) -> N
 
 
 def _grace_s(directory: Path) -> float:
-    """Returns how long the run may take to end, seconds; for a directory that is elsewhere, by the default."""
+    """Returns how long the command waits for the end of the run, seconds: `run.shutdown_grace_s` and `CLOSE_S`. Takes
+    the default of `run.shutdown_grace_s` if the run's configuration cannot be read on this machine."""
     try:
         config = read_config(directory).run
     except (OSError, AsyncRLError):
@@ -98,15 +100,15 @@ def _grace_s(directory: Path) -> float:
 
 def _end_process(directory: Path, process: psutil.Process, *, grace_s: float, now: bool) -> None:
     """Ends a run that lives on this machine by signals to its process. Waits until the process has closed the run's
-    directory: a notebook outlives its run."""
+    directory, and not until the process has ended: the process may be a notebook, which goes on after its run."""
     from asyncrl.deployment.known_runs import process_of
 
     info = known_info(directory)
     try:
-        if now or info is None or info.exit_reason is None:  # to a run that is ending, it would be a second signal
+        if now or info is None or info.exit_reason is None:  # a run that is ending would take it as a second signal
             process.send_signal(signal.SIGINT)
         if now:
-            process.send_signal(signal.SIGTERM)  # another signal than the first is a second one
+            process.send_signal(signal.SIGTERM)  # the run would count a SIGINT so soon after the first one as the same
         else:
             say(f"asked run {directory.name} to end: it finishes its step and saves its weights")
         deadline_s = time.monotonic() + (KILLED_S if now else grace_s)
@@ -121,11 +123,11 @@ def _end_process(directory: Path, process: psutil.Process, *, grace_s: float, no
     except psutil.NoSuchProcess:
         pass
     except psutil.AccessDenied:
-        raise RunError(f"run {directory.name} is of another user, who can end it") from None
+        raise RunError(f"run {directory.name} belongs to another user, and only this user can end it") from None
 
 
 def _still_ending(name: str, grace_s: float) -> RunError:
     return RunError(
-        f"run {name} was asked to end, and has not ended after {grace_s:.0f} s: it may still save its weights. Wait "
+        f"run {name} was asked to end, and has not ended after {grace_s:.0f} s: it may still be saving weights. Wait "
         f"and call `asyncrl down {name}` again, or end it at once: asyncrl down {name} --now"
     )

@@ -60,7 +60,7 @@ def evaluate(
         typer.Option(
             min=1,
             metavar="N",
-            help="Completions of each prompt: the same as eval.samples=N. 1 is a greedy one. Default: eval.samples.",
+            help="Completions of each prompt: the same as eval.samples=N. 1: a greedy one. Default: eval.samples.",
         ),
     ] = None,
     json: Annotated[
@@ -125,7 +125,7 @@ def _evaluate(config: Config, *, model: str | None, json: Path | None) -> None:
     report = partial(say, err=True)
     with sigterm_exits():
         results = asyncio.run(evaluate_model(config, report=report, reward_output=report))
-    gc.collect()  # vLLM's objects complain if the end of the interpreter deletes them
+    gc.collect()  # vLLM's objects print errors if they are deleted only when the interpreter exits
     for result in results:
         for line in result_lines(result):
             say(line)
@@ -137,7 +137,7 @@ def _evaluate(config: Config, *, model: str | None, json: Path | None) -> None:
 
 def _configured(files: list[Path], overrides: list[str], *, samples: int | None) -> Config:
     """Returns the checked configuration of the evaluation. Its model is a directory with a complete model, or a model
-    of the Hugging Face Hub; it is not built, and has no adapter. Raises ConfigError for other models."""
+    of the Hugging Face Hub; `model.tiny` and `model.lora` are unset. Raises ConfigError for other models."""
     config = load_config(files, overrides if samples is None else [*overrides, f"eval.samples={samples}"])
     search_user_modules(config, files)
     hide_secrets(config.environment, os.environ)

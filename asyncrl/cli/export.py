@@ -65,7 +65,7 @@ def export(
         if config.model.lora is not None:
             _export_adapter(config, checkpoint, folder, merge=merge)
         elif merge:
-            raise ConfigError(f"--merge: the run {run} has no adapter, but has trained whole weights; leave it out")
+            raise ConfigError(f"--merge: the run {run} has trained whole weights, and no adapter; leave out --merge")
         else:
             _copy_weights(checkpoint, folder, of_hf=[name for name in manifest.files if name.startswith(f"{HF}/")])
     say(str(folder))
@@ -80,7 +80,7 @@ def _step(directory: Path, steps: Sequence[int], at: str | None, *, run: str) ->
     name = read_config(directory).checkpoint.best_eval
     if (best := best_of(directory, steps, name=name)) is None:
         raise ConfigError(
-            f"--at {BEST}: no checkpoint of the run {run} has an evaluation {name}; name one, such as "
+            f"--at {BEST}: no checkpoint of the run {run} has an evaluation {name}; name a checkpoint, such as "
             "step-140, or run with eval.every_steps and checkpoint.keep_best"
         )
     return best.step

@@ -73,7 +73,8 @@ def fork(
     config, prompts = prepared(layers, overrides, allow_public=allow_public)
     if config.run.dir / config.run.name != directory:
         raise ConfigError(
-            f"run.dir and run.name name {config.run.dir / config.run.name}, but NEW names {directory}: leave them out"
+            f"run.dir and run.name name {config.run.dir / config.run.name}, but NEW names {directory}: leave out both "
+            "settings"
         )
     run_in_terminal(
         config,
@@ -101,6 +102,6 @@ def _layers(
         check_trusted(source, config)
     point, manifest = fork_point(source, step=step)
     check_shapes(point, manifest, config)
-    # A tiny model is used as it is. With its section it would be built again for other prompts, and the other run could
-    # not use it any more.
+    # Without the section `model.tiny`, a tiny model is used as it is. With it, the model would be built again if the
+    # fork has other prompts, and the other run could not use it any more.
     return [*layers, {"model.tiny": None}], point

@@ -1,7 +1,7 @@
 """`asyncrl generator`: starts a generator deployment of a run on a running Ray cluster.
 
 All output goes to the log on stderr, so that progress and errors have one format. If the run's directory is on this
-machine, the log is there too, from the admission to the run on.
+machine, the log is also written into that directory as soon as the run has admitted the deployment.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ def generator(
     A run may have several generator deployments, which can join and leave at any time. Each may have its own number of
     replicas, memory and GPUs (the keys with a star in docs/configuration.md). The command ends with the run. It ends
     cleanly on SIGTERM, on Ctrl-C, or when the terminal is closed. If a process that it needs has died, it ends with
-    exit code 75: start it again. With 76 it, or the run's learner, was ended by SIGTERM: start both again to continue.
-    With generator.wait_for_learner_s set, it waits for the next learner first.
+    exit code 75: start it again. Exit code 76 means that SIGTERM ended this command or the run's learner: start both
+    again to continue. With generator.wait_for_learner_s, the command first waits so long for the next learner.
 
     \b
       asyncrl head      -c quickstart          # one terminal

@@ -28,7 +28,7 @@ from asyncrl.policy.model_directory import read_model
 LOOKED_AT = 10_000
 """Number of prompts whose lengths are measured. This takes seconds and finds the longest prompt of most datasets."""
 FEW_HELDOUT = 20
-"""With fewer held-out questions than these, one of them moves the held-out reward by more than 0.05."""
+"""With fewer held-out questions than this, a single one moves the held-out reward by more than 0.05."""
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -120,7 +120,7 @@ def _write_starter(
     reading = Config.model_validate({"data": section})
     try:
         tasks = read_tasks(reading)  # in the same way as a run
-    except DatasetError as error:  # its advice names a setting of the configuration, which is not written yet
+    except DatasetError as error:  # it advises to change the configuration, which is not written yet
         raise DatasetError(str(error).replace("set data.on_bad_row: skip", "add --on-bad-row skip")) from error
     if not tasks:
         raise ConfigError(f"{named}: has no prompts; name a dataset with at least one")
@@ -195,7 +195,7 @@ def _columns_of(config: Config) -> list[str] | None:
 
 
 def _other_answers(tasks: Sequence[Task], section: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a line if the rows have columns besides that of the answers which may have the answers too."""
+    """Yields a line if another column of the rows than the one in use may have the answers."""
     if section.get("columns", {}).get("answer", "answer") is None:
         return
     texts = (key for task in tasks[:FIRST_ROWS] for key, value in task.metadata.items() if isinstance(value, str | int))
@@ -215,8 +215,8 @@ def _with_system_prompt(tasks: list[Task], section: dict[str, Any], *, model: st
     text = values[0]
     if not isinstance(text, str) or not text.strip() or any(value != text for value in values):
         return tasks, [
-            f"data.system_prompt: not taken from {what}, whose values are not one text: a run has one system prompt; "
-            "write others into the rows, as `messages` that begin with one of the system"
+            f"data.system_prompt: not taken from {what}, whose values are not the same text in all rows: a run has one "
+            "system prompt; write different ones into the rows, as `messages` that begin with a message of the system"
         ]
     if any(task.messages and task.messages[0]["role"] == "system" for task in tasks):
         return tasks, [f"data.system_prompt: not taken from {what}, because rows have messages of the system"]

@@ -49,11 +49,11 @@ class KeptProcess:
     sweep: socket.socket
     came_s: float | None = None
     """Time at which the command of the present run came, on the monotonic clock. None for the first run, whose command
-    came with the process."""
+    is that of the process itself."""
     in_order: bool = False
     replicas: list[Any] = field(default_factory=list)
-    """The replicas (`asyncrl.deployment.pool.Replica`) of the last run, whose engines wait for the next run. Nothing
-    that this module imports may import Ray, because every command imports this module."""
+    """The replicas (`asyncrl.deployment.pool.Replica`) of the last run, whose engines wait for the next run. Their type
+    is `Any`, because every command imports this module, so it must not import Ray."""
     ranks: list[Any] = field(default_factory=list)
     """The ranks (`asyncrl.ranks.group.PlacedRanks`) of the last run, whose processes wait for the next run."""
 
@@ -76,7 +76,7 @@ class KeptProcess:
                     if words is not None:
                         self._send(Ended(code, waits=False))
                     raise
-            # The process that supervises this one would begin the first run again.
+            # If this process dies from now on, its supervisor must not begin the first run again.
             restarts.starts_no_other()
             self._send(Ended(0, waits=True))
             order = self._received()
@@ -87,16 +87,17 @@ class KeptProcess:
 
     def ray_of(self, shared: bytes | None, start: Callable[[], Started]) -> Started:
         """Returns the Ray that this process has started. Starts it by `start` for the first run. `shared` are the
-        settings in which the runs of this process are equal (`asyncrl.cli.sweep_processes.kept_for`).
+        settings in which the runs of this process must be equal (`asyncrl.cli.sweep_processes.kept_for`).
 
-        Raises ConfigError if the present run has others: the sweep has compared those of its own start.
+        Raises ConfigError if `shared` differs from that of the first run. The sweep compares these settings too, but as
+        the configuration files had them when the sweep began.
         """
         if self._ray is None:
             self._ray, self._shared = start(), shared
         elif shared != self._shared:
             raise ConfigError(
                 "a configuration file of the sweep has changed since the sweep began, so this run does not fit the "
-                "engines of the run before; let the files be as they were, or give the sweep another --name"
+                "engines of the run before; undo the change, or give the sweep another --name"
             )
         ray: Started = self._ray
         return ray
@@ -105,7 +106,7 @@ class KeptProcess:
         self.sweep.sendall(msgspec.json.encode(message) + b"\n")
 
     def _received(self) -> Order | None:
-        """Waits for the next order; None if the sweep wants no other run of this process."""
+        """Waits for the next order, and returns it; None if the sweep has closed its end of the socket."""
         line = self._orders.readline(ORDER_BYTES)
         return msgspec.json.decode(line, type=Order) if line.endswith(b"\n") else None
 
@@ -123,12 +124,13 @@ def _of_sweep() -> KeptProcess | None:
     descriptor = os.environ.pop(SOCKET, None)  # no process below this one may use it
     if descriptor is None:
         return None
-    os.set_inheritable(int(descriptor), False)  # it stays open in the child that `restarts.supervise` forks
+    # Programs that this process starts do not get the socket. A child that `restarts.supervise` forks keeps it.
+    os.set_inheritable(int(descriptor), False)
     return KeptProcess(sweep=socket.socket(fileno=int(descriptor)))
 
 
 KEPT = _of_sweep()
-"""This process, if a sweep may give it further runs; else None."""
+"""The state of this process if a sweep may give it further runs; else None."""
 
 
 def command_began_s() -> float:

@@ -17,7 +17,7 @@ def learner(
 
     A run has one learner. Only the learner writes to the run's directory. It ends cleanly on SIGTERM, on Ctrl-C, or
     when the terminal is closed. If it is killed, it starts again by itself and continues from its newest checkpoint.
-    The generators stay, and what they have made with surviving weights is kept.
+    The generators stay meanwhile. Groups that they generated with weights up to that checkpoint are kept.
     """
     config, prompts = prepared(files, overrides, roles=[Role.LEARNER], allow_public=allow_public)
     run_in_terminal(

@@ -1,5 +1,6 @@
 """`asyncrl losses`: lists the presets of `algorithm.loss`, prints the axes of one of them or of a configuration, or
-describes the axes."""
+describes the axes. An axis is one part of an objective, such as its surrogate, its importance weight or its penalties.
+"""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -32,8 +33,8 @@ def losses(
     ] = None,
     axes: Annotated[bool, typer.Option("--axes", help="Show the axes and their values, or all of one axis.")] = False,
 ) -> None:
-    """List the published objectives with paper and use, or print one of them as YAML. With -c, print all axes of the
-    objective with which a configuration trains.
+    """List the published objectives with paper and use, or print one of them as YAML. With -c, print all axes (parts,
+    such as the surrogate) of the objective with which a configuration trains.
 
     You can paste the YAML into a configuration and change it. You can also name a preset and override some axes:
 

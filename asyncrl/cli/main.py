@@ -4,10 +4,15 @@
 Each command has its own module in this package, with a function of the same name. A module with several commands has a
 Typer `app` instead.
 
-Exit codes: 0 for success, 1 for an error of the run, 2 for an error in options or configuration, 75 if a process or a
-connection of the run failed, so that a restart may succeed, 76 if SIGTERM ended the run in order before its last step,
-130 if the process ended at once: by a second signal, or
-because its start did not end within `run.shutdown_grace_s`.
+Exit codes:
+
+    0     success
+    1     an error of the run
+    2     an error in options or configuration
+    75    a process or a connection of the run failed, so that a restart may succeed
+    76    SIGTERM ended the run in order before its last step
+    130   the process ended at once: by a second signal, or because it was asked to end before it had trained a step,
+          and did not end within `run.shutdown_grace_s`
 """
 
 import gc
@@ -33,12 +38,13 @@ from asyncrl.shown_text import LogFormatter, shown
 SUPERVISED = ("up", "resume", "fork", "learner")
 """The commands that are started again after their process has died, or after an error that a restart may fix."""
 REPORTED = ("generator",)
-"""The commands whose death gets the exit code of errors that a restart may fix. Their user starts them again."""
+"""The commands that exit with the code of errors that a restart may fix if their process dies. Their user, and not
+asyncrl, starts them again."""
 READERS = ("status", "top", "stacks", "scale", "down", "audit", "samples", "export", "report", "compare", "mirror")
-"""The commands that use the files of a run, which may be damaged or of another person. An error that such files can
-cause is shown in one sentence."""
+"""The commands that use the files of a run, which may be damaged or come from another person. An error that such files
+can cause is shown in one sentence."""
 LONGEST_PROBLEM = 300
-"""Characters of an error that are shown, because it may contain the content of a file."""
+"""Maximum number of characters of an error that are shown. The error may contain the content of a file."""
 COMMANDS: dict[str, str] = {
     "up": "Run everything on this machine: Ray, generators, learner, live view.",
     "sweep": "Train a run for each combination of settings and each seed, and compare them.",
@@ -70,7 +76,7 @@ COMMANDS: dict[str, str] = {
 """Maps each command to its line in the help."""
 
 GARBAGE_AFTER = 10_000
-"""New objects after which Python's garbage collector looks for garbage among them."""
+"""Number of new objects after which Python's garbage collector searches them for garbage."""
 
 _HELP = """\
 Asynchronous reinforcement learning of language models. vLLM generators and an FSDP2 learner run at the same time, and
@@ -174,15 +180,16 @@ def _show_traceback(*error: Any) -> None:
 
 
 def main() -> None:
-    """Runs the command in `sys.argv`. A command of `SUPERVISED` runs in a child process, which this one starts again if
-    it dies, and one of `REPORTED` in a child process whose death this one reports."""
-    # By default the garbage collector looks at new objects so often that this takes a seventh of the time of imports.
+    """Runs the command in `sys.argv`. A command of `SUPERVISED` runs in a child process, and this process starts
+    another child if that one dies. A command of `REPORTED` also runs in a child process, whose death this process only
+    reports."""
+    # By default the garbage collector searches new objects so often that this takes a seventh of the time of imports.
     gc.set_threshold(GARBAGE_AFTER)
     sys.excepthook = _show_traceback
     if logging.lastResort is not None:  # it prints the warnings of commands that have no log
         logging.lastResort.setFormatter(LogFormatter())
     if sys.argv[1:2] and sys.argv[1] in (*SUPERVISED, *REPORTED, "sweep"):
-        sigterm_ends()  # before the fork, so that a child never lacks it
+        sigterm_ends()  # before the fork, so that the child has this handler from its start
     if sys.argv[1:2] and sys.argv[1] in SUPERVISED:
         supervise()
     reported = sys.argv[1:2] and sys.argv[1] in REPORTED
@@ -193,10 +200,10 @@ def main() -> None:
             app()
         else:
             KEPT.train_each(app)
-    except SystemExit:  # every command ends with it; other exceptions are unexpected
+    except SystemExit:  # Typer ends every command with SystemExit, so other exceptions are bugs
         ends_on_purpose()
         raise
-    except BaseException:  # it is an error of the code, so the exit code must not ask for another start
+    except BaseException:  # a bug: the exit code must not be that of errors that a restart may fix
         if reported:
             ends_on_purpose()
         raise

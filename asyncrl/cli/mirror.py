@@ -52,10 +52,11 @@ def mirror(
     The command sends the records and the complete checkpoints of the run's directory that are not in the mirror yet,
     after it has compared the checkpoints with their checksums. It prints what it has sent. If something fails, it
     prints what is missing and exits with 1: give the command again. With another URL than run.mirror, it makes a mirror
-    there. A run that lives is refused, because it sends to its mirror itself. So is a mirror of another run, and one
-    that is ahead of the directory, which may be an old copy.
+    at that URL. The command refuses a run that lives, because this run sends to its mirror itself. It also refuses a
+    mirror of another run, and a mirror that is ahead of the directory, because the directory may be an old copy.
 
-    Without a URL, --trust is needed: the directory may come from elsewhere, and the URL would get the whole run.
+    Without a URL, --trust is needed: the directory may come from elsewhere, and the URL in its configuration would get
+    the whole run.
 
     \b
       asyncrl mirror quickstart s3://bucket/quickstart
@@ -79,7 +80,7 @@ def mirror(
             )
         except AsyncRLError:
             raise
-        except Exception as error:  # each implementation has errors of its own
+        except Exception as error:  # each storage of fsspec raises errors of its own
             raise _not_sent(target, error) from error
         _check_content(directory, sending.records())
         _send(sending, target, progress)
@@ -87,7 +88,8 @@ def mirror(
 
 
 def _target(url: str | None, of_run: str | None, *, trust: bool) -> str:
-    """Returns the URL to which the run is sent. Raises ConfigError if there is none, or if it cannot be one."""
+    """Returns the URL to which the run is sent. Raises ConfigError if there is none, if it is not the URL of a storage,
+    or if only the run's configuration names it and `trust` is False."""
     if url is None and of_run is not None and not trust:
         raise ConfigError(
             f"run.mirror = {of_run}: only the run's configuration names this URL, which would get the whole run; name "
@@ -103,12 +105,12 @@ def _target(url: str | None, of_run: str | None, *, trust: bool) -> str:
 
 def _check_not_ahead(store: Store, directory: Path, *, nonce: str) -> None:
     """Raises ConfigError if the mirror is of another run, or has more of this run than the directory. The lock of the
-    directory does not show that the run lives if the directory is a copy."""
+    directory is not enough: if the directory is a copy, the run may live although the copy is not locked."""
     owner = store.read(OWNER)
     if owner is not None and msgspec.json.decode(owner, type=Owner).nonce != nonce:
         raise ConfigError(
-            f"{store.url}: another run is mirrored there, which may live; name another URL, or empty this one if that "
-            "run is not needed"
+            f"{store.url}: another run, which may still live, is mirrored there; name another URL, or delete the files "
+            "there if that run is not needed"
         )
     step = later_checkpoint(store, directory)
     if step is not None or has_more_steps(store, directory):
@@ -121,7 +123,8 @@ def _check_not_ahead(store: Store, directory: Path, *, nonce: str) -> None:
 
 
 def _check_content(directory: Path, records: list[str]) -> None:
-    """Raises FileRefused for a record that no command would read, and the errors of a damaged checkpoint."""
+    """Raises FileRefused for a record that is larger than commands read, and the errors of `verified` for a damaged
+    checkpoint."""
     for name in records:
         if (size := (directory / name).lstat().st_size) > (most := most_bytes(name)):
             raise FileRefused(f"{directory / name} has {size:,} bytes, and at most {most:,} are read: it is not sent")

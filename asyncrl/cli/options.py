@@ -130,8 +130,8 @@ def recorded_run(run: str, fetch: Callable[[MirroredRun], object]) -> Iterator[P
 
 
 def check_url(url: str) -> None:
-    """Raises ConfigError if the URL of a mirror on the command line has a secret, or is not the URL of one storage:
-    `run.mirror` could not have it either. Commands print URLs."""
+    """Raises ConfigError if the URL of a mirror on the command line has a secret, because commands print URLs, or if it
+    is not the URL of one storage. The configuration refuses the same URLs in `run.mirror`."""
     if any(True for _ in secret_values(url)):
         raise ConfigError(
             "the URL of the mirror has a password or a key, and commands show URLs; write it without, and give the "
@@ -173,7 +173,7 @@ def running_address(directory: Path, option: str | None) -> str:
     """Returns the address of the cluster of a running run.
 
     It is the address that the user gave, else the address in the run's directory, else `auto`. Raises RunError for an
-    address in the run's directory to which the token may not be sent (`own_address`).
+    address in the run's directory to which the user's Ray token may not be sent (`own_address`).
     """
     return named_address(option) or address_of(directory) or "auto"
 
@@ -224,8 +224,8 @@ def print_previous(run_dir: "RunDir") -> None:
 def again(
     command: str, files: list[Path], overrides: list[str], *, address: str | None = None, allow_public: bool = False
 ) -> list[str]:
-    """Returns the words of the command line that started a run, without `asyncrl`. Messages name it as the command that
-    resumes the run."""
+    """Returns the words of the command line that started a run, without `asyncrl`. Messages show them as the command
+    that resumes the run."""
     words = [command, *(word for file in files for word in ("-c", str(file)))]
     words += ["--address", address] if address else []
     return words + (["--allow-public"] if allow_public else []) + overrides

@@ -1,4 +1,5 @@
-"""`asyncrl doctor --plan`: prints what a configuration needs, by arithmetic, and refuses what cannot fit."""
+"""`asyncrl doctor --plan`: computes how much memory and time a configuration needs, prints both, and fails if something
+does not fit."""
 
 import math
 import time
@@ -63,8 +64,8 @@ def show_plan(config: Config, *, node_gib: float | None, gpu_gib: float, gpus_pe
 
 
 def specs_of(config: Config, *, adapter: bool = False) -> tuple[ParameterSpec, ...]:
-    """Returns the parameters of the model, or of its adapter, from its config.json alone. Raises ConfigError if it
-    cannot be read, or if the model lacks layers that `model.lora` names."""
+    """Returns the parameters of the model, or of its adapter, from the model's config.json alone. Raises ConfigError if
+    this file cannot be read, or if the model lacks layers that `model.lora` names."""
     import torch
 
     if config.model.tiny is not None and not Path(config.model.path, "config.json").exists():
@@ -126,12 +127,12 @@ def _gpu_lines(config: Config, found: Plan, *, gpus_per_node: int) -> Iterator[s
     if config.ray.address is not None and config.weights.transport in OVER_OBJECT_STORE:
         versions = stored_versions(config) * found.sent_bytes
         yield (
-            f"Ray's object store on the learner's node: {_gib(versions)} for each rank there, and the rows; give it to "
-            "`ray start --object-store-memory BYTES`, and as much to /dev/shm"
+            f"Ray's object store on the learner's node: {_gib(versions)} for each rank on that node, and the rows; "
+            "start Ray there with `ray start --object-store-memory BYTES`, and give /dev/shm as much"
         )
     yield (
-        f"GPUs have measured {MEASURED} times a rank's sum (docs/gpu.md): leave room for fragments and libraries, or "
-        "lower learner.micro_batch_tokens"
+        f"ranks have taken {MEASURED} times their sum on real GPUs (docs/gpu.md): leave room for fragments and "
+        "libraries, or lower learner.micro_batch_tokens"
     )
     yield ""
 
@@ -163,8 +164,8 @@ def _gib(nbytes: float) -> str:
 
 
 def _copy_speed() -> float:
-    """Returns the speed of a copy in this machine's memory by one thread, bytes per second. From it follows how long
-    training waits for a snapshot of the weights."""
+    """Returns the speed of a copy in this machine's memory by one thread, bytes per second. The plan derives from
+    it how long training waits for a snapshot of the weights."""
     source, target = np.ones(COPIED_BYTES, dtype=np.uint8), np.ones(COPIED_BYTES, dtype=np.uint8)
 
     def seconds() -> float:
@@ -172,4 +173,4 @@ def _copy_speed() -> float:
         np.copyto(target, source)
         return time.perf_counter() - started_s
 
-    return COPIED_BYTES / min(seconds() for _ in range(3))  # other programs may use the memory too
+    return COPIED_BYTES / min(seconds() for _ in range(3))  # of three, because other programs may slow a copy down

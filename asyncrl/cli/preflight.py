@@ -82,9 +82,9 @@ def checked_config(
     warnings.
 
     Time limits that the user has not set follow the size of the model. Raises ConfigError with one line for each
-    problem. If keys or values are wrong, it lists only those. Otherwise it lists the violated rules over several keys,
-    and the parts that deployments of `roles` need and this machine lacks. From now on this process shows no value of
-    `environment.secrets`.
+    problem. If keys or values are wrong, the error lists only those. Otherwise it lists the violated rules over several
+    keys, and the parts that deployments of `roles` need and this machine lacks. From now on this process shows no value
+    of `environment.secrets`.
     """
     config = load_config(files, overrides)
     search_user_modules(config, files)
@@ -96,8 +96,8 @@ def checked_config(
 
 
 def timeouts_of_model(config: Config) -> dict[str, float]:
-    """Returns the limits that the size of the model makes longer (`derived_timeouts`). There are none if the model's
-    files are not on this machine."""
+    """Returns the time limits that must be longer because of the size of the model, seconds by dotted key
+    (`derived_timeouts`). Returns none if the model's files are not on this machine."""
     path, parameters = model_files(config), None
     if path is not None:
         with contextlib.suppress(OSError, ValueError):  # `check_presence` refuses a file that cannot be read
@@ -146,15 +146,19 @@ def prepared(
     config, warnings = checked_config(files, overrides, roles=roles, allow_public=allow_public)
     check_restart(config, restarts())
     print_warnings(warnings)
-    use_ray_token(own=len(roles) == len(Role) and config.ray.address is None)  # only `asyncrl up` has all roles
+    # Only commands with all roles (`up`, `resume` and `fork`) may start a Ray of their own.
+    use_ray_token(own=len(roles) == len(Role) and config.ray.address is None)
     return config, prepare(config, roles=roles)
 
 
 def check_restart(config: Config, number: int) -> None:
-    """Raises RunError if this process must not restart the run: `number`, the restarts of this command within an hour
-    with this one, is larger than `run.max_restarts`, or the run has no checkpoint. `number` is 0 in the first process
-    of a command, which may always start. So may one after a process that was asked to start again (`RunDir.end`): it
-    has stopped in order, and without a checkpoint it had trained no step."""
+    """Raises RunError if this process must not restart the run. `number` is the number of restarts of this command
+    within an hour, including this one. It is 0 in the first process of a command, which may always start.
+
+    A restart is refused if `number` is larger than `run.max_restarts`. It is also refused if the run has no checkpoint,
+    unless the earlier process stopped in order because it was asked to start again (`RunDir.end`): that process had
+    trained no step.
+    """
     if not number:
         return
     if number > config.run.max_restarts:
@@ -189,7 +193,7 @@ def prepare(config: Config, *, roles: Collection[Role] = tuple(Role)) -> "Prompt
     return prompts
 
 
-# What is on this machine. Nothing that the configuration names is imported.
+# Checks whether this machine has what the configuration names. They import none of it.
 
 
 def check_presence(
@@ -198,7 +202,7 @@ def check_presence(
     """Returns warnings about a configuration, if all parts that `roles` need are there.
 
     Raises ConfigError with one line for each missing part. `origins` says where each key was set (`config_origins`).
-    Without `starts` no run is started on this machine, and GPUs that it lacks are warnings.
+    Without `starts`, the command starts no run, and GPUs that this machine lacks are warnings.
     """
     model, warnings = (inside, []) if (inside := _inside_run(config)) else _model(config, roles, origins)
     missing = [*model, *_modules(config, roles), *_trackers(config, roles)]
@@ -302,7 +306,7 @@ def _inside_run(config: Config) -> list[str]:
     if path is None or not path.resolve().is_relative_to(run.resolve()):
         return []
     return [
-        f"model.path = {config.model.path}: is in {run}, and the start of a run with that name moves this directory "
+        f"model.path = {config.model.path}: is in the run's own directory {run}, which the start of the run would move "
         "away; choose another run.name"
     ]
 
@@ -349,8 +353,8 @@ def _model(config: Config, roles: Collection[Role], origins: Mapping[KeyPath, st
 
 
 def check_planned_family(config: Config) -> list[str]:
-    """Returns the warnings about the family of the model, if its config.json is on this machine. Raises ConfigError if
-    it cannot be trained or served; the other files may be absent."""
+    """Returns the warnings about the family of the model, if the model's config.json is on this machine. Raises
+    ConfigError if models of this family cannot be trained or served. The other files of the model may be absent."""
     files = model_files(config)
     if files is None:
         return []
@@ -505,7 +509,7 @@ def _cores(config: Config) -> Iterator[str]:
         )
 
 
-# Trials: of the user's code, of rows, and of a model of the Hub.
+# Trials: the user's code is created and called, rows of datasets are read, and the Hub is asked for the model.
 
 
 def _trials(config: Config, roles: Collection[Role]) -> list[Callable[[Config], None]]:
@@ -531,7 +535,8 @@ def _trials(config: Config, roles: Collection[Role]) -> list[Callable[[Config], 
 
 
 def _calls(config: Config) -> list[Callable[[Config], None]]:
-    """Returns the calls of the user's rewards on a row, and of the user's loss and advantages on a small batch."""
+    """Returns functions that call the user's rewards on a row, and the user's loss and advantages on a small batch.
+    Each raises ConfigError if its call fails."""
     calls: list[Callable[[Config], None]] = [partial(_call_reward, *each) for each in all_configs(config).items()]
     if own_loss(config.algorithm) is not None:
         calls.append(_call_loss)
@@ -582,7 +587,8 @@ def _try_scoring(section: EnvironmentSection, _: Config) -> None:
 
 
 def _try_template(config: Config) -> None:
-    """Checks that an agent's turns can be put together with the model's chat template, if its files are here."""
+    """Checks that an agent's turns can be put together with the model's chat template. Does nothing if the model's
+    files are not on this machine."""
     from asyncrl.data.tokenizer import load_tokenizer  # imports transformers
     from asyncrl.gateway.rendering import Renderer
 
@@ -609,7 +615,7 @@ def _ends(config: Config) -> list[str]:
     from asyncrl.data.turn_ends import note_on_ends
 
     tokenizer = light_tokenizer(path, chat=chat, chat_options=options)
-    if tokenizer is None or tokenizer.eos_token_id is None:  # transformers may know the end from the type
+    if tokenizer is None or tokenizer.eos_token_id is None:  # transformers may know the end token from the class
         tokenizer = load_tokenizer(str(path), chat=chat, chat_options=options)
     note = note_on_ends(tokenizer)
     return [] if note is None else [note]
@@ -636,7 +642,7 @@ def _try_optimizers(config: Config) -> None:
 
 
 def _has_own_rows(config: Config) -> bool:
-    """Returns whether prompts come from files or from the user's code. No request is sent to the Hub."""
+    """Returns whether prompts come from files or from the user's code. A dataset on the Hub counts as neither."""
     return any(map(_reads_own_rows, all_configs(config).values()))
 
 
@@ -674,8 +680,8 @@ def _first_rows(config: Config) -> list[str]:
 
 
 def _unknown_fields(config: Config, tasks: Sequence[Task], *, prefix: str) -> list[str]:
-    """Returns a note for each judge whose prompt has names in braces that are no keys of the first rows. The judge gets
-    such a name as it is written."""
+    """Returns a note for each judge whose prompt has names in braces that are not keys of the first rows. Such a name
+    is not replaced: the judge reads it with its braces."""
     from asyncrl.environments.verifiers import JUDGE_FIELD, JUDGE_FIELDS
 
     keys = {key for task in tasks for key in task.metadata}

@@ -32,6 +32,7 @@ def report(
         check_writable("--output", output)
     with recorded_run(run, lambda mirror: mirror.records(SAMPLES)) as directory:
         info = as_it_is(directory)
-        if info is not None and info.state == "died" and not is_url(run):  # a mirror has no weights here
+        # The warning names the run's newest weights, which were not fetched from a mirror.
+        if info is not None and info.state == "died" and not is_url(run):
             print_warnings([ended_run(directory) or ""])
         say(str(write_report(directory, output=output, info=info)))

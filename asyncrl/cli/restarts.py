@@ -34,8 +34,8 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _earlier_end = ""
 """How the process before this one, which ran the same command, ended; empty in the first process."""
 _started_s: tuple[float, ...] = ()
-"""The times at which the command was started again, on the monotonic clock, with the start of this process. Empty in
-the first process."""
+"""The times at which the command was started again, on the monotonic clock. The last one is the start of this process.
+Empty in the first process."""
 
 
 def restarts() -> int:
@@ -89,9 +89,9 @@ def starts_no_other() -> None:
 
 
 def sigterm_ends() -> None:
-    """Makes SIGTERM raise Terminated in this process and its children, until `run_until_done` handles signals. The
-    command has trained nothing then, and ends as after an error. The same signal within `SAME_SIGNAL_S` seconds counts
-    once. A later one ends the process at once, with `INTERRUPTED`."""
+    """Makes SIGTERM raise Terminated in this process and its children, until `run_until_done` handles signals. Until
+    then the command has trained nothing, and it ends as after an error. The same signal within `SAME_SIGNAL_S` seconds
+    counts once. A later one ends the process at once, with the exit code `INTERRUPTED`."""
     asked_s: float | None = None
 
     def ends(_: int, __: FrameType | None) -> None:
@@ -100,7 +100,7 @@ def sigterm_ends() -> None:
         if asked_s is None:
             asked_s = time.monotonic()
             starts_no_other()
-            os.write(2, b"ended by SIGTERM\n")  # `print` might be interrupted in a `print`
+            os.write(2, b"ended by SIGTERM\n")  # not `print`, because the signal may have interrupted a `print`
             raise Terminated
         if time.monotonic() - asked_s >= SAME_SIGNAL_S:
             os._exit(INTERRUPTED)
@@ -188,7 +188,7 @@ def _ending_signals() -> set[signal.Signals]:
 
 def _child(ending: set[signal.Signals], before: set[int | signal.Signals]) -> tuple[int, bool] | None:
     """Forks. Returns None in the child, whose signal mask is `before`. In this process, waits until the child has
-    ended, and returns its exit code (negative for a signal), and whether there was one of the signals `ending`."""
+    ended, and returns its exit code (negative for a signal), and whether one of the signals `ending` has arrived."""
     parent = os.getpid()
     _on_purpose[0] = 0
     child = os.fork()

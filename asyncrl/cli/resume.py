@@ -52,7 +52,7 @@ def resume(
         check_url(mirror)
     begun = begun_directory()
     if begun is not None:
-        directory = begun  # without a question to the storage, which may not answer now
+        directory = begun  # not fetched again: the mirror's storage may not answer now
     else:
         report = partial(say, err=True)
         directory = existing_run(Path(run)) if mirror is None else fetched(mirror, overrides, step=step, report=report)
@@ -72,7 +72,7 @@ def resume(
             f"run.dir and run.name name {config.run.dir / config.run.name}, but a run is resumed in its directory "
             f"{directory}: leave them out, or begin a new run with asyncrl up -c {saved}"
         )
-    # Once the run has started, config.yaml has the overrides.
+    # Once the run has started, config.yaml has the overrides, so the command that resumes the run needs none.
     command = again("up", [saved], [], allow_public=allow_public)
     # If a process of this command has gone back to --at and has died, the restarted process continues from the newest
     # checkpoint, which the dead process may have saved.
@@ -81,7 +81,7 @@ def resume(
 
 
 def check_recorded(directory: Path, saved: Path) -> None:
-    """Raises RunError if there is no `run.json`, from which a run is resumed: a new run would begin in its place."""
+    """Raises RunError if there is no `run.json`: without it, a new run would begin, and none would be resumed."""
     if not (directory / "run.json").exists():
         raise RunError(
             f"{directory} has a configuration and no run.json, so no run was recorded there that could be resumed; put "

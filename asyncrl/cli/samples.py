@@ -37,15 +37,16 @@ def samples(
     color: Annotated[
         ColorBy,
         typer.Option(
-            help="Colour tokens by their age in versions, by engine's minus policy's log-prob, or by whether they are "
-            "trained."
+            help="Colour tokens by their age in versions, by the engine's log-prob minus the policy's, or by whether "
+            "they are trained."
         ),
     ] = "age",
     task: Annotated[
         bool,
         typer.Option(
             "--task",
-            help="Also show the row of each sample's task, what the reward got, and how many rows are left out.",
+            help="Also show the dataset row of each sample's task, what the reward function got, and how many rows of "
+            "the dataset the run leaves out.",
         ),
     ] = False,
 ) -> None:

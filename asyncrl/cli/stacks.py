@@ -32,8 +32,8 @@ def stacks(
 
     Use it for a run that hangs or is slow. py-spy reads the stacks of the run's command, of the ranks, the generators,
     the engines, the coordinator and the scoring processes on this machine, and stops each process for some
-    milliseconds. A coroutine that waits has no stack, so an event loop shows only that it waits. Of a run on a Ray
-    cluster that it has not started, only the command is shown: `ray stack` on each node shows the others.
+    milliseconds. A coroutine that waits has no stack, so an event loop shows only that it waits. If the run uses a Ray
+    cluster that it has not started, only the run's command is shown: `ray stack` on each node shows the others.
     """
     directory = existing_run(run)
     processes = [process for process in living_processes(directory) if _title(process) not in ("", *RAY_DAEMONS)]
@@ -87,7 +87,7 @@ def _print_stacks(process: psutil.Process, program: str, *, native: bool) -> str
         if any(word in done.stderr.lower() for word in NOT_ALLOWED):
             advice = "; run the command as root, or in a container with the capability SYS_PTRACE"
         return f"{title}: {reason}{advice}"
-    _, _, threads = done.stdout.partition("\n\n")  # after the command and the version of Python
+    _, _, threads = done.stdout.partition("\n\n")  # py-spy first prints the command and the version of Python
     say(title, label="---", color="cyan")
     say(f"{threads.rstrip()}\n")
     return ""

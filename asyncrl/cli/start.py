@@ -75,13 +75,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAST_AT_END_S = 2.0
-"""Shortest time for the last pass of the mirror of a run that SIGTERM ended and whose grace is over."""
+"""Least time for the last pass of the mirror, seconds, if SIGTERM ended the run and less is left of the grace."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The functions with which `run_both` and `run_learner` make the parts of a run's process; tests give others.
-    `start_ray` starts a local Ray; `joined_address` returns the address of the joined cluster."""
+    """The functions with which `run_both` and `run_learner` make the parts of a run's process. Tests give stand-ins for
+    them. `start_ray` starts a local Ray; `joined_address` returns the address of the joined cluster."""
 
     start_ray: "Callable[[Config], LocalRay]"
     joined_address: Callable[[], str]
@@ -121,7 +121,8 @@ def run_in_terminal(
     forked_from: ForkPoint | None = None,
     new_parts: Callable[[], Parts] = imported_parts,
 ) -> None:
-    """Runs both deployments of a run for `up`, `resume` and `fork`, or its learner, and prints how the run ended.
+    """Runs the learner and the generators of a run (`command` "up", also of `resume` and `fork`), or only its learner
+    (`command` "learner"). Then prints how the run ended.
 
     `prompts` are the prompts if they are loaded already. `address` is the cluster to join; None to start one. `choose`
     decides whether an earlier run in the directory is resumed, or the directory moved aside. `again` is the command
@@ -153,7 +154,8 @@ def run_in_terminal(
         finally:
             if KEPT is None:  # the run has ended, so the exit code of `sigterm_ends` would be wrong from now on
                 restarts.sigterm_kills()
-            if run_dir.asked and not run_dir.starts_again:  # also by `asyncrl down` on another machine
+            # `asyncrl down` on another machine asks the run to end without a signal, so `asked` was not called.
+            if run_dir.asked and not run_dir.starts_again:
                 restarts.starts_no_other()
     if KEPT is not None:
         KEPT.in_order = summary is not None and run_dir.end is RunState.FINISHED
@@ -179,8 +181,8 @@ def join_admitted(address: str, config: Config, *, choose: Choice) -> Choice:
     `run.lost_weights = new_run`, ends the run of this directory on the cluster if no learner can continue it.
 
     If this command has begun the run and was started again, waits for the cluster for up to `run.stall_timeout_s`,
-    because its head may be starting again too. Otherwise the address may be wrong, and the command must not start
-    again by itself: the error is then no ClusterUnreachable.
+    because its head may be starting again too. Otherwise the address may be wrong. Then a RunError is raised in place
+    of ClusterUnreachable, after which the command would start again by itself.
     """
     from asyncrl.data_plane.calls import patiently_in_thread
     from asyncrl.deployment.cluster import join
@@ -203,7 +205,8 @@ def join_admitted(address: str, config: Config, *, choose: Choice) -> Choice:
     try:
         asyncio.run(check_admission(config, role=Role.LEARNER, restores=restores, patience_s=patience_s))
     except LearnerNotRestored:
-        if info is None or config.run.lost_weights == "refuse":  # without run.json, the run has another directory
+        # Without a run.json in this directory, the run on the cluster belongs to another directory.
+        if info is None or config.run.lost_weights == "refuse":
             raise
         end_lost_run(directory, info.nonce)
         print_warnings(
@@ -241,7 +244,7 @@ def shown_run(
     """Takes the run's directory for this process (`reported_run`), and shows the run on `console` within the block.
 
     First removes the processes and files that a killed run of this name left. If an error ends the block, prints where
-    the run's newest weights are. `started_s` is the start of the run on the monotonic clock.
+    the run's newest weights are. `started_s` is the time on the monotonic clock at which the run's command began.
     """
     clear_previous(config)
     taken = reported_run(config, role=role, choose=choose, forked_from=forked_from)
@@ -273,7 +276,8 @@ def reported_run(
         # first, because it needs the end in run.json. Then the mirror gets the report. The log is closed last, because
         # it gets the errors of the report and of the mirror.
         describe_process(run=config.run.name, role=role, incarnation=run_dir.lineage.incarnation, step=None)
-        after.callback(describe_process, incarnation=None)  # ranks of a later loop of one's own do not log to this run
+        # Later, this process may run a loop of the user's own, whose ranks must not log to this run.
+        after.callback(describe_process, incarnation=None)
         after.enter_context(log_to(run_dir.log_path(role, 0), form=config.run.log_format))
         after.enter_context(mirrored(config, run_dir))
         after.callback(_write_report, run_dir.path)
@@ -356,7 +360,9 @@ async def _run_both(
     # import of vLLM is the longest part of a start. Prompts, torch and the model are loaded meanwhile.
     screen.starting(config, "importing Ray")
     parts = new_parts()
-    await check_stop(stop)  # importing Ray, starting Ray and importing torch block the event loop for seconds
+    # Importing Ray, starting Ray and importing torch block the event loop for seconds. A request to end is answered
+    # between them.
+    await check_stop(stop)
     if config.ray.address is None:
         screen.starting(config, "starting Ray")
         start_ray = partial(parts.start_ray, config)
@@ -368,8 +374,8 @@ async def _run_both(
     end = asyncio.Event()
     async with AsyncExitStack() as closing:
         inputs = await closing.enter_async_context(parts.new_inputs(config, loaded=prompts, report=screen.report))
-        # The local Ray was made for this run. Its replicas ask for no CPUs, so that `asyncrl scale` can add some. The
-        # next learner is in another process, which starts its own replicas.
+        # A next learner would be in another process, which starts its own replicas, so these do not wait for it. On a
+        # local Ray, which was started for this run, replicas ask for no CPUs, so that `asyncrl scale` can add replicas.
         own = {"wait_for_learner_s": 0.0} | ({"cpus": 0.0} if config.ray.address is None else {})
         pool = config.generator.model_copy(update=own)
         generator_deployment = parts.new_generators(
@@ -457,8 +463,8 @@ async def run_generators(
     admitted: Callable[[], object],
 ) -> RunState | None:
     """Joins the cluster at `address`, and runs a generator deployment there until `stop` is set or the run has ended.
-    Calls `admitted` when the run does not refuse the deployment. Returns the run's last state; None if `stop` ended it.
-    Raises the error with which the run refuses it."""
+    Calls `admitted` when the run has not refused the deployment. Returns the run's last state; None if `stop` ended the
+    deployment. Raises the error with which the run refuses the deployment."""
     logger.info("importing Ray")
     from asyncrl.deployment.cluster import join, joined_address
     from asyncrl.deployment.pool import GeneratorDeployment

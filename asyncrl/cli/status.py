@@ -1,7 +1,7 @@
 """`asyncrl status`: shows the state of a run, or how the run ended. With `--watch` it shows a live view, as
 `asyncrl top` does.
 
-Both read the run's records in its directory, and ask the run's buffer for its status.
+Both commands read the run's records in its directory, and ask the run's buffer for its status.
 """
 
 import contextlib

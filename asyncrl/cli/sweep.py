@@ -1,7 +1,7 @@
 """`asyncrl sweep`: trains one run for each combination of settings and for each seed, one after the other.
 
-A run of a sweep is a run like any other, in a folder of its own. What a sweep has done so far stands in the directories
-of its runs alone: the same command skips the runs that have finished and resumes the others.
+A run of a sweep is a run like any other, in a folder of its own. A sweep has no files about its own progress: from the
+directories of its runs, the same command finds and skips the runs that have finished, and resumes the others.
 """
 
 import asyncio
@@ -32,9 +32,10 @@ from asyncrl.views.quantities import duration
 from asyncrl.views.short_values import run_name
 
 LOOK_S = 1.0
-"""Time between two looks at a run that another sweep trains, seconds."""
+"""Time between two checks whether a run that another process trains has ended, seconds."""
 OWN_KEYS = ("run.name", "run.dir", "run.seed")
-"""Settings that a sweep sets for each run. `run.dir` has the sweep's folder, and `run.seed` is the first seed."""
+"""Settings that a sweep sets for each run. The user's `run.dir` gets the folder of the sweep, and the user's `run.seed`
+is the first seed."""
 
 
 class SweptRun(NamedTuple):
@@ -73,7 +74,7 @@ def sweep(
 
     An override with commas lists the values of a setting. A text with a comma needs quotes, and a list its brackets.
     The same command continues a sweep that was ended or killed: it skips the runs that have finished and resumes the
-    others. Ctrl-C ends the runs that train at this moment in order, each with a checkpoint. The exit codes after Ctrl-C
+    others. Ctrl-C ends the runs that train at this moment cleanly, each with a checkpoint. The exit codes after Ctrl-C
     and SIGTERM are those of a run: 0 and 76.
 
     \b
@@ -125,7 +126,7 @@ def planned(files: Sequence[Path], overrides: Sequence[str], *, name: str, seeds
 
 
 def _checked(files: Sequence[Path], overrides: list[str], combination: str) -> tuple[Config, list[str]]:
-    """Returns the configuration of a run and warnings about it, which name the combination, as an error does."""
+    """Returns the configuration of a run, and warnings about it. Warnings and errors name the `combination`."""
     name = f"{combination}: " if combination else ""
     try:
         config, warnings = checked_config(files, overrides, starts=False)
@@ -191,8 +192,8 @@ def command_of(run: SweptRun, files: Sequence[Path], overrides: Sequence[str]) -
 async def train_all(
     runs: Sequence[SweptRun], commands: Sequence[Sequence[str]], *, parallel: int, first: int, of: int
 ) -> list[str]:
-    """Trains the runs, `parallel` of them at a time. Returns the names of those that failed. Runs that have not started
-    when a signal asks the sweep to end are left out."""
+    """Trains the runs, `parallel` of them at a time. Returns the names of those that failed. When a signal asks the
+    sweep to end, no further run is started."""
     room, ending = asyncio.Semaphore(parallel), Ending()
     processes = TrainingProcesses(ending)
     failed, waiting = list[str](), {first + number for number in range(len(runs))}
@@ -201,7 +202,7 @@ async def train_all(
         async with room:
             if (left := process_of(run.directory)) is not None:
                 say(f"{run.name}: waits for the end of process {left.pid}, which has this run")
-                # not until the process ends, because it may train other runs of its sweep
+                # Waits for the end of the run, not of the process, which may train other runs of its sweep.
                 while process_of(run.directory) == left and not ending.asked.is_set():
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(LOOK_S):
@@ -212,7 +213,7 @@ async def train_all(
             say(f"run {number} of {of}: {run.name} (watch it: asyncrl top {shlex.quote(str(run.directory))})")
             began_s = time.monotonic()
             code = await processes.train(command, run.config, log=run.log)
-            if not waiting:  # other runs may go on for hours, and no run needs the devices of this one
+            if not waiting:  # no run needs idle processes any more, and other runs may go on for hours
                 await processes.close()
             ending.at_once |= ending.asked.is_set() and code == INTERRUPTED
             took = duration(time.monotonic() - began_s)

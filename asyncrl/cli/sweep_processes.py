@@ -2,8 +2,8 @@
 
 A run goes to the process of a finished run if their settings are equal as far as Ray, engines and the processes of
 ranks depend on them (`kept_for`). Otherwise that process ends first, so that its devices are free, and the run gets a
-new one. If a process dies with a later run, or ends it with an error that a restart may fix, the run goes to a new
-process, which resumes it.
+new one. If a process dies while it trains a run that is not its first, or ends this run with an error that a restart
+may fix, the run goes to a new process, which resumes it.
 """
 
 import asyncio
@@ -59,8 +59,8 @@ def kept_for(config: Config) -> bytes | None:
     """Returns the settings that another run must have too to be trained in the process of this run; None if no other
     run may be trained there.
 
-    A run is trained alone if its process has state of its own that another run would meet: modules of the user, which
-    may change meanwhile, trackers, a mirror, the gateway of agents, or the index of TransferQueue.
+    A run is trained alone if its process has state that another run would meet: modules of the user, which may change
+    meanwhile, trackers, a mirror, the gateway of agents, the index of TransferQueue, or a Ray cluster that it joined.
     """
     alone = (
         config.ray.address is not None
@@ -80,7 +80,7 @@ def kept_for(config: Config) -> bytes | None:
 class Ending:
     """Whether a signal has asked the sweep to end. The processes that train get the signal too.
 
-    `by` is the first signal. `at_once` says whether a process has ended at once since, because a second one came.
+    `by` is the first signal. `at_once` says whether a process has ended at once since then, because of a second signal.
     """
 
     def __init__(self) -> None:
@@ -133,12 +133,13 @@ class TrainingProcess:
         self.writer.write(msgspec.json.encode(order) + b"\n")
 
     async def ended(self) -> Ended | None:
-        """Waits until the command of the run has ended. Returns how it ended; None if the process has ended without
-        telling."""
+        """Waits until the command of the run has ended. Returns how it ended; None if the process has ended without a
+        message about it."""
         line = asyncio.ensure_future(self.reader.readline())
         gone = asyncio.ensure_future(self.process.wait())
         await asyncio.wait([line, gone], return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait([line], timeout=LAST_WORDS_S)  # a process below it may have its end of the socket open
+        # A child of the process may keep the socket open, and the line would then never end.
+        await asyncio.wait([line], timeout=LAST_WORDS_S)
         await cancelled(line, gone)
         if line.cancelled() or line.exception() is not None or not line.result():
             return None
@@ -157,14 +158,15 @@ class TrainingProcess:
 
 @dataclass
 class TrainingProcesses:
-    """The processes of a sweep. A process without a run waits in `_idle`, by what its next run must share."""
+    """The processes of a sweep. `_idle` maps each process that waits for a run to the settings that its next run must
+    share with the last one (`kept_for`)."""
 
     ending: Ending
     _idle: dict[TrainingProcess, bytes] = field(default_factory=dict)
 
     async def train(self, command: Sequence[str], config: Config, *, log: Path) -> int:
-        """Trains the run `config`, whose command in a process of its own is `command`. Returns the exit code of the
-        command."""
+        """Trains the run `config` in an idle process if one fits, else in a new process with the command line
+        `command`. Returns the exit code of the run's command."""
         log.parent.mkdir(parents=True, exist_ok=True)
         make_room(log)
         wanted = kept_for(config)
@@ -182,7 +184,7 @@ class TrainingProcesses:
                 code = INTERRUPTED if await fitting.process.wait() == INTERRUPTED else RESTART_MENDS
             if code != RESTART_MENDS or self.ending.asked.is_set() or config.run.max_restarts == 0:
                 return code
-            say(f"  the process of an earlier run, which trained {config.run.name}, has died; a new one continues it")
+            say(f"  the process that trained {config.run.name} after another run has died; a new one continues the run")
         process = await TrainingProcess.start(command, log=log)
         ended = await self._trained(process, wanted)
         return await process.process.wait() if ended is None else ended.code
@@ -193,10 +195,10 @@ class TrainingProcesses:
         self._idle.clear()
 
     async def _trained(self, process: TrainingProcess, shared: bytes | None) -> Ended | None:
-        """Waits for the end of the run of a process. Keeps the process if it waits for another run that may be trained
-        there. Otherwise the process has ended afterwards."""
+        """Waits until the run of a process has ended. Keeps the process if it waits for another run, and if another run
+        may be trained in it. Otherwise ends the process."""
         self.ending.processes.add(process.process)
-        if self.ending.asked.is_set():  # while the process was started
+        if self.ending.asked.is_set():  # the signal came while this process was being started
             process.process.send_signal(signal.SIGTERM)
         try:
             ended = await process.ended()

@@ -1,6 +1,7 @@
 """How commands use the terminal: their help, and their output.
 
-The terminal, or the reader of a pipe, may go away before a command ends.
+The terminal, or the reader of a pipe, may go away before a command ends. Commands that start a run or a cluster go on
+without it (`outlive_terminal`).
 """
 
 import contextlib
@@ -33,7 +34,8 @@ class _LastingFile(io.FileIO):
 def say(text: str = "", *, label: str = "", color: str | None = None, err: bool = False) -> None:
     """Prints lines on stdout, or on stderr if `err` is set. `label` comes before them in bold, and in `color`.
 
-    All commands print with this function: the text may come from a model, or contain a secret.
+    All commands print with this function. It hides secrets and escapes control characters (`shown`), because the text
+    may come from a model.
     """
     parts = [typer.style(label, fg=color, bold=True)] if label else []
     typer.echo(" ".join([*parts, shown(text)] if text else parts), err=err)

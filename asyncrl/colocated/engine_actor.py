@@ -111,7 +111,7 @@ class EngineActor:
 
     @asynccontextmanager
     async def _update(self) -> AsyncIterator[VLLMEngine]:
-        """A context for one weight update, which the `with` block makes. Waits until no other update runs.
+        """Gives the engine to a `with` block that applies one weight update. Waits until no other update runs.
 
         Ends the engine when the block takes longer than `weights.load_timeout_s`. After TornReplica the engine has only
         a part of the new weights and stays paused. Then its running requests are aborted, because they would wait until
@@ -154,8 +154,8 @@ class EngineActor:
                 return await call
         except TimeoutError:
             raise WeightError(
-                f"{what} took longer than weights.load_timeout_s = {self._timeout_s:g} s; raise it if the engine needs "
-                "more time"
+                f"{what} took longer than weights.load_timeout_s = {self._timeout_s:g} s; raise this limit if the "
+                "engine needs more time"
             ) from None
 
     def _started(self) -> VLLMEngine:

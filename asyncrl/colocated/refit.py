@@ -2,9 +2,9 @@
 
 Invariants:
 
-- Every failure raises, so that no engine generates with weights under a wrong version.
+- Every failure raises, so that no engine generates with weights that are labelled with a wrong version.
 - An engine that received only a part of an update refuses to generate until a later refit succeeds.
-- Both functions use policy and engines through their interfaces only.
+- Both refit functions use policy and engines through their interfaces only.
 
 Call `prepare_refit_info` before the first refit. Before the first refit by broadcast, also call `init_collective` on
 policy and engines at the same time.
@@ -21,7 +21,8 @@ from asyncrl.generation.interfaces import GenerationInterface, all_succeeded
 from asyncrl.policy.interfaces import ColocatablePolicyInterface
 
 CONSEQUENCES = (UpdateRefused, CollectiveError)
-"""Errors that a rank raises because another rank has refused or failed."""
+"""Errors that a rank raises only because another rank has refused or failed. Another error is the cause, if there is
+one, so it is raised in place of these."""
 
 
 def refit_colocated(

@@ -21,7 +21,7 @@ _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 
 
 def page() -> str:
-    """Returns the text of the page. `configuration.md.j2` has its words."""
+    """Returns the text of the page, made from the template `configuration.md.j2`."""
     found = dict(sections())
     shown = []
     for path, section in found.items():

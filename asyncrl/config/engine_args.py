@@ -1,7 +1,7 @@
 """Rules for `generator.engine_args`, vLLM's own engine arguments.
 
-Refused are names that vLLM does not have, those that asyncrl sets itself, and those with which a guarantee of asyncrl
-would not hold. All others are passed on, and vLLM checks their values when it starts.
+asyncrl refuses names that vLLM does not have, arguments that it sets itself, and arguments with which one of its
+guarantees would not hold. All others are passed on to vLLM, which checks their values when it starts.
 """
 
 import ast
@@ -81,8 +81,8 @@ _ON_CPUS = dict.fromkeys(("enable_chunked_prefill", "long_prefill_token_threshol
 """Arguments that are refused on CPUs only, with the reason."""
 
 REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-"""Maps each argument that is refused everywhere to the reason. Arguments that follow from keys of the configuration are
-not in it."""
+"""Maps each argument that is refused on CPUs and GPUs to the reason. It does not contain the arguments of `_OWN_KEYS`,
+which are refused too."""
 
 
 _PARSERS = "_TOOL_PARSERS_TO_REGISTER"

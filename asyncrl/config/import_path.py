@@ -92,7 +92,7 @@ def resolve(value: str, *, key: str) -> Callable[..., Any]:
     module_name, _, attributes = value.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
-    except Terminated:  # SIGTERM, and not the module
+    except Terminated:  # raised by SIGTERM, and not by the module
         raise
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
@@ -121,8 +121,8 @@ def _is_standard(module: str) -> bool:
 
 
 def _modules_of(found: Any) -> Iterator[str]:
-    """Yields the names of the modules in which a callable is defined, also the function that it wraps, and for a method
-    written in C its object or class.
+    """Yields the names of the modules in which a callable is defined, and of those in which the function that it wraps,
+    or, for a method written in C, its object or class is defined.
 
     They may be other modules than the one in the import path: a module also has the names that it imports.
     """
@@ -171,8 +171,9 @@ def missing_module(value: str, *, key: str) -> str | None:
 
 def search_folders(folders: Iterable[Path], values: Iterable[str]) -> None:
     """Lets Python find the modules of the import paths `values` in these folders, after all other places, in this
-    process and in those that it starts: importing asyncrl appends them to `sys.path` there. PYTHONPATH would put them
-    before all other places, and the other files of a folder would hide modules of Python or of packages.
+    process and in those that it starts. A process that it starts appends the folders to `sys.path` when it imports
+    asyncrl. PYTHONPATH would put them before all other places, and the other files of a folder would hide modules of
+    Python or of packages.
 
     A folder is added only if it has a module that no other place has. Imports nothing.
     """
@@ -275,8 +276,8 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _typed(value: Any, annotation: Any, *, key: str, name: str) -> Any:
-    """Returns `value` in the type `annotation`. It is judged as JSON: a list may become a tuple and a text a path, but
-    a text is not read as a number. Raises ConfigError if it is not of this type."""
+    """Returns `value` in the type `annotation`. The value is validated as JSON: a list may become a tuple and a text a
+    path, but a text is not read as a number. Raises ConfigError if the value is not of this type."""
     if annotation is inspect.Parameter.empty or isinstance(annotation, str):
         return value
     try:

@@ -52,8 +52,9 @@ def load_config(layers: Sequence[Layer], overrides: Sequence[str] = ()) -> Confi
     are sections, or dotted keys: `{"model": {"path": "models/my-llama"}, "learner.total_steps": 100}`. The value of an
     override is YAML: `staleness.max_versions=2`, `generator.stop=["\\n"]`, `data.path=null`.
 
-    Raises ConfigError with one line for each problem. If any file or override cannot be read, it lists only those.
-    Otherwise it lists the values that look like secrets, without showing them, or else the wrong keys and values.
+    Raises ConfigError with one line for each problem. If any file or override cannot be read, the error lists only
+    those. Otherwise it lists the values that look like secrets, without showing them; if there are none, it lists the
+    wrong keys and values.
     """
     merged, origins = _merged(layers, overrides)
     if secrets := list(secret_values(merged)):  # before any other error, which might show a value
@@ -111,9 +112,9 @@ def flat_config(config: Config) -> dict[str, object]:
 
 
 def first_difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -> str | None:
-    """Returns the first dotted key, in the order of the schema, in which two shared configs differ; None if they agree.
+    """Returns the first dotted key, in the order of the schema, in which two configurations differ; None if they agree.
 
-    A key that only one of the two has counts as a difference.
+    Both are results of `shared_config` or of `flat_config`. A key that only one of them has counts as a difference.
     """
     missing = object()
     return next((key for key in [*ours, *theirs] if ours.get(key, missing) != theirs.get(key, missing)), None)
@@ -552,8 +553,9 @@ _NAMES: KeyPath = ("environment", "secrets")
 
 def secret_values(value: object, *, path: KeyPath = (), key: str = "") -> Iterator[KeyPath]:
     """Yields the path of each value, and of each key, that looks like a secret, in a configuration or in a part of it
-    at `path`. `key` is the name by which the value is judged: the last name in the path. In the path of a list's item
-    the last part is its index; its `key` is that of the list, or the option of a command before it (`--api-key`)."""
+    at `path`. `key` is the name by which the value is judged: the last part of the path. For an item of a list, where
+    the last part is an index, it is the key of the list, or the item before it if that is an option of a command
+    (`--api-key`)."""
     if isinstance(value, Mapping):
         for name, below in value.items():
             if _CREDENTIAL.search(str(name)):
@@ -719,7 +721,8 @@ def _check_expanded(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple
         if found == (0, 0):
             raise _refusal(
                 node,
-                "a config may hold only text, numbers, lists and mappings; an alias in this value stands for itself",
+                "a config may hold only text, numbers, lists and mappings; an alias in this value stands for the value "
+                "itself",
             )
         return found
     known[id(node)] = 0, 0

@@ -21,8 +21,8 @@ _CODE_OF_ENGINE = re.compile(r"\w\.[^\W\d]|/")
 
 def named_code(config: Config, *, sections: Collection[str] = ()) -> dict[str, str]:
     """Returns the import paths, the programs, the servers and the secrets that the configuration names, by dotted key.
-    One of the servers is the storage of `run.mirror`, which gets the whole run. `sections` limits them to these dotted
-    keys of sections."""
+    One of the servers is the storage of `run.mirror`, which gets the whole run. With `sections`, only these sections,
+    given by dotted key, are searched."""
     tree = config.model_dump(mode="json")
     found = dict[str, str]()
     for name in sections or _SECTIONS:

@@ -40,7 +40,7 @@ def all_configs(config: Config) -> dict[str, Config]:
 
 
 def key_of(part: str) -> str:
-    """Returns the key of a part, as it begins a message: empty for the only part of a run.
+    """Returns the beginning of messages about a part, which names the part's key; "" for the only part of a run.
 
     >>> key_of(""), key_of("sums"), key_of("eval/hard")
     ('', 'data.mixture.sums: ', 'eval.sets.hard: ')

@@ -1,8 +1,8 @@
 """Finds configuration files: by path, or by the name of a recipe such as `quickstart`.
 
-A file may name other files. A relative `data.path` is a path from the working directory, as everywhere; if there is
-nothing, it is a path from the folder of the file. So a configuration and its data can be used from any folder. The data
-of a recipe that is given by its name is always beside it.
+A file may name other files. A relative `data.path` is a path from the working directory, as everywhere; if nothing has
+this path, it is a path from the folder of the file. So a configuration and its data can be used from any folder. The
+data of a recipe that is given by its name is always in the folder of the recipe.
 
 A recipe that is given by its name may also name a module beside it, such as `own_task:reward`. Python then imports it
 as a module of the package `asyncrl.recipes`, which every process finds, also one that resumes the run later.
@@ -46,7 +46,8 @@ def known_recipe(name: str) -> Path:
 
 
 def config_file(given: Path) -> tuple[Path, bool]:
-    """Returns the file that `given` names, and whether it is a recipe by its name. An existing file has precedence.
+    """Returns the file that `given` names, and whether `given` is the name of a recipe. An existing file has
+    precedence.
 
     Raises ConfigError if `given` has no suffix and is neither a file nor a recipe. Other files may be missing.
     """

@@ -1,4 +1,5 @@
-"""The sizes of rows: a reserve books the largest possible size of a group, and a commit has its real size."""
+"""The sizes of rows. The reservation of a group in the buffer books the largest possible size of the group. The real
+size is known when the group is committed."""
 
 from asyncrl.config.schema import Config
 
@@ -16,7 +17,7 @@ BYTES_PER_ROW = 8
 def worst_case_group_bytes(config: Config) -> int:
     """Returns the size of the rows of the largest possible group, bytes.
 
-    A reserve books this size, because the real size of the group is known only when it is committed.
+    A reservation of a group books this size in the buffer, because the real size is known only at the group's commit.
     """
     return config.learner.group_size * (row_tokens(config) * bytes_per_token(config) + BYTES_PER_ROW)
 
@@ -27,6 +28,6 @@ def row_tokens(config: Config) -> int:
 
 
 def bytes_per_token(config: Config) -> int:
-    """Returns the bytes of a row for each token. All tokens of a row take the same: those of the prompt too."""
+    """Returns the bytes of a row for each token. Tokens of the prompt take as many as sampled tokens."""
     of_branches = BYTES_PER_BRANCH_ID if config.most_branches > 1 else 0
     return BYTES_PER_TOKEN + of_branches + sum(config.widths.values()) * BYTES_PER_WIDE_NUMBER

@@ -37,7 +37,7 @@ from asyncrl.config.schema import (
 from asyncrl.errors import ConfigError
 
 _TOGETHER = ", the limit of prompt and completion together; lower it, or raise model.max_length"
-_STALL = "; otherwise the run ends before that deadline passes and its error names the cause; raise it, or lower "
+_STALL = "; otherwise the run ends before that deadline passes, and no error names the cause; raise it, or lower "
 _LIMITS = {
     "buffer.capacity_groups >= learner.groups_per_step": ", the groups of one step; raise it, or leave it unset",
     "learner.optimizer.warmup_steps <= learner.total_steps": "; lower it",
@@ -113,8 +113,8 @@ def _staleness(config: Config) -> Iterator[str]:
 
 
 def _on_deadline(config: Config) -> Iterator[str]:
-    """Yields the settings with which `staleness.on_deadline` would have no effect. A step takes B groups, so a
-    straggler can only be in its way if the buffer may hold more than B groups."""
+    """Yields the settings with which `staleness.on_deadline` would have no effect. A step takes B groups
+    (`learner.groups_per_step`), so a straggler can only block a step if the buffer may hold more than B groups."""
     policy, step_groups = config.staleness.on_deadline, config.learner.groups_per_step
     if policy == "wait":
         return
@@ -592,7 +592,7 @@ def _judge(config: Config) -> Iterator[str]:
                 "judge, or the environment variable that has it"
             )
         if url and not url.startswith(("http://", "https://")):
-            yield f"{key}.url = {url}: is no address; write http:// or https:// before it, as in http://host:8000/v1"
+            yield f"{key}.url = {url}: is not an address; begin it with http:// or https://, as in http://host:8000/v1"
         for name in ("key_variable", "url_variable"):
             variable = options.get(name)
             if variable and variable not in environment.secrets:
@@ -602,12 +602,13 @@ def _judge(config: Config) -> Iterator[str]:
                 )
         prompt = options.get("prompt")
         if isinstance(prompt, str) and "{completion}" not in prompt:
-            yield f"{key}.prompt: has no {{completion}}, so the judge would not see the answer; write it there"
+            yield f"{key}.prompt: has no {{completion}}, so the judge would not see the answer; add it to the prompt"
         limit_s = options.get("time_limit_s")
         if isinstance(limit_s, int | float) and limit_s >= environment.score_timeout_s:
             yield (
                 f"{key}.time_limit_s = {limit_s:g}: must be below environment.score_timeout_s = "
-                f"{environment.score_timeout_s:g}, which ends the request before; lower it, or raise the other"
+                f"{environment.score_timeout_s:g}, which would end the request earlier; lower the first, or raise the "
+                "second"
             )
 
 
@@ -787,8 +788,8 @@ def _warnings(config: Config) -> Iterator[str]:
     for name, pool in config.rank_pools().items():
         if not pool.optimizer.learning_rate:
             yield (
-                f"{name}.optimizer.learning_rate = 0: the weights of the {name} stay as they are in all steps; "
-                "otherwise the run is as any other one, with steps, versions and checkpoints"
+                f"{name}.optimizer.learning_rate = 0: no step changes the weights of the {name}; otherwise the run is "
+                "like any other, with steps, versions and checkpoints"
             )
     yield from _share_warnings(config)
     yield from _agent_warnings(config)

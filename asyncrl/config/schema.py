@@ -1,8 +1,8 @@
 """The schema of the configuration: every key that a user may set, its type, its bounds and its default.
 
-Each field gives its unit in its name or in its docstring. A key that is not in the schema is refused. The rules
-that involve several fields are in `rules.py`.
-`python -m asyncrl.config.docs` generates `docs/configuration.md` from these classes and docstrings.
+Each field gives its unit in its name or in its docstring. A key that is not in the schema is refused. The rules that
+involve several fields are in `rules.py`. `python -m asyncrl.config.docs` generates `docs/configuration.md` from these
+classes and docstrings.
 """
 
 import functools
@@ -33,16 +33,17 @@ VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A property of a field that the value itself does not show. It stands in the field's annotation."""
+    """A property of a field that its type does not show. The annotation of the field contains the mark."""
 
     name: str
 
 
 PER_DEPLOYMENT = Mark("per deployment")
-"""The deployments of one run may have different values: places, sizes of pools, and hardware. A section with this mark
-has it for all of its fields. All fields without it must agree."""
+"""The deployments of one run may have different values of this field: places, sizes of pools, and hardware. A section
+with this mark has it for all of its fields. Fields without this mark must be equal in all deployments."""
 WATCHED_DEADLINE = Mark("watched deadline")
-"""A healthy run may make no progress until this deadline has passed. `run.stall_timeout_s` must be longer."""
+"""The field is a deadline, and a healthy run may make no progress until the deadline has passed. `run.stall_timeout_s`
+must be longer."""
 
 
 def in_home(path: str) -> str:
@@ -80,7 +81,8 @@ HELDOUT = "heldout"
 """Name of the held-out set that every run has: the questions of its own dataset that are not trained."""
 
 NODE = "node"
-"""Value of `metrics.host` for the Ray address of each process, by which other nodes of the cluster reach it."""
+"""Value of `metrics.host` that stands for the Ray address of each process. Other nodes of the cluster reach the process
+at this address."""
 
 WIDTH_KEYS = {"support_ids": "top_k", "top_ids": "logprobs", "top_logprobs": "logprobs"}
 """The columns that have several numbers for each token (`asyncrl.data.specs.WIDE_FIELDS`), and the key of the section
@@ -114,8 +116,9 @@ class StopWhenSection(Section):
     eval: str = HELDOUT
     """Name of the held-out set whose reward counts."""
     reward: float
-    """Mean reward of an evaluation from which on the run ends. The evaluation before the first step does not count.
-    Training goes on during an evaluation, so the last weights are some steps newer than those that reached it."""
+    """The run ends when an evaluation has at least this mean reward. The evaluation before the first step does not
+    count. Training goes on during an evaluation, so the last weights are some steps newer than those that reached the
+    reward."""
 
 
 class RunSection(Section):
@@ -135,8 +138,8 @@ class RunSection(Section):
     mirror: Annotated[str | None, AfterValidator(storage_url), PER_DEPLOYMENT] = None
     """URL of a folder, such as `s3://bucket/quickstart`, to which the learner copies the run's directory while it
     trains: records every minute, checkpoints when they are complete, and the report at the end. `asyncrl resume URL`
-    continues the run on a machine that has nothing of it. A folder for each run. The URL is one of fsspec, whose
-    packages also find the keys of the storage (`AWS_ACCESS_KEY_ID`). Unset: no mirror."""
+    continues the run on a machine that has nothing of it. Each run needs its own folder. The URL is one of fsspec,
+    whose packages also find the keys of the storage (`AWS_ACCESS_KEY_ID`). Unset: no mirror."""
     shared: Annotated[bool, PER_DEPLOYMENT] = False
     """Let other users of the machine read the run's directory (mode 0755). Otherwise only you can (mode 0700): it has
     prompts, completions and checkpoints."""
@@ -165,10 +168,9 @@ class RunSection(Section):
 
 
 class TinyModelSection(Section):
-    """A tiny Qwen3 model. It is built and warmed up if `model.path` does not exist yet, and
-    again if asyncrl built the model there and this section, `model.max_length` or the prompts of the warm-up have
-    changed. The warm-up is supervised training on solved examples of the environment, before reinforcement learning
-    starts."""
+    """A tiny Qwen3 model. It is built and warmed up if `model.path` does not exist yet, and again if asyncrl built the
+    model there and this section, `model.max_length` or the prompts of the warm-up have changed. The warm-up is
+    supervised training on solved examples of the environment, before reinforcement learning starts."""
 
     seed: NonNegativeInt = 0
     """Seed of the initial weights, of the warm-up batches, and of the tasks of the warm-up if the environment makes
@@ -358,7 +360,7 @@ class ScoringSection(Section):
     history: it changes or removes earlier ones, or continues an earlier turn twice. All branches are trained, each
     sampled token once. A row has up to this many sequences of `model.max_length` tokens, so `buffer.capacity_bytes` and
     `learner.micro_batch_tokens` must be large enough for them. Unset: 8 with `agent`, `tools` and the built-in
-    environments of several turns, otherwise 1. An environment of your own that plays agents must set it, or has 1."""
+    environments of several turns, otherwise 1. So set it for an environment of your own that runs agents."""
     score_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 10.0
     """Maximum time to score one completion, or to run one episode of an agent, seconds. A scoring process that takes
     longer is killed and replaced, and the other completions of its group are scored in the new process. A reward
@@ -473,8 +475,8 @@ class AutoscaleSection(Section):
     max: Annotated[int, Field(ge=1, le=MOST_REPLICAS)]
     """Largest number of replicas of all generator deployments together."""
     dwell_s: Annotated[float, Field(ge=10)] = 120.0
-    """Least time between two changes, seconds. A decision is about the steps of at least this time, and of at least two
-    whole steps."""
+    """Least time between two changes, seconds. Each decision uses measurements of at least two whole steps, which took
+    at least this time."""
 
 
 class GeneratorSection(Section):
@@ -518,7 +520,8 @@ class GeneratorSection(Section):
     stop: list[str] = []
     """Strings that end a completion, in addition to the end-of-sequence token."""
     rollout_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 120.0
-    """Maximum time to generate and score one group, seconds. A group that takes longer fails as INFRA."""
+    """Maximum time to generate and score one group, seconds. A group that takes longer fails as INFRA (a failure of the
+    system, after which the prompt is tried again)."""
     persist_every_tokens: NonNegativeInt = 0
     """Number of tokens of a sample after which its group is stored as it is so far. If the replica dies, another one
     continues the stored tokens, as long as they are not too old to be trained. If the learner goes back to its
@@ -527,10 +530,11 @@ class GeneratorSection(Section):
     so a value that takes some seconds to generate is enough. The agents of a group begin again, and get the stored
     answers for equal calls (docs/agents.md)."""
     max_data_failures: PositiveInt = 16
-    """Number of groups that fail one after the other as DATA, counted over the whole pool, that stops the run."""
+    """Number of consecutive groups of the whole pool that fail as DATA, which stops the run. DATA: the cause is the
+    prompt or its scoring, and the prompt is not tried again."""
     max_infra_failures: PositiveInt = 3
-    """Number of consecutive INFRA failures of one replica after which it gets no more prompts and is started again.
-    From the second one on, it waits before its next prompt."""
+    """Number of consecutive INFRA failures (see `rollout_timeout_s`) of one replica after which it gets no more prompts
+    and is started again. From the second failure on, it waits before its next prompt."""
     stall_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 60.0
     """Seconds in which an engine with running requests may generate no token. Then the replica asks it for one token.
     If that takes as long again, the engine is started again."""
@@ -649,7 +653,7 @@ class LearnerSection(Section):
     GPUs each step copies all weights to the host, which was 44 to 84 % of a step. `multilinear`: where the weights are;
     on a CPU four times as slow. It becomes the default on GPUs once a run on a GPU is recorded."""
     optimizer: OptimizerSection = OptimizerSection()
-    """The AdamW optimizer and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
     max_nonfinite_steps: PositiveInt = 3
     """Number of consecutive steps with a non-finite loss or gradient that stops the run."""
     collective_timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 120.0
@@ -683,7 +687,7 @@ class CriticSection(Section):
     ranks: PositiveInt = 1
     """Processes that train the critic together (FSDP2)."""
     optimizer: OptimizerSection = OptimizerSection()
-    """The AdamW optimizer and its learning-rate schedule, up to `learner.total_steps`."""
+    """The optimizer and its learning-rate schedule, up to `learner.total_steps`."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """γ: discount of a reward for each trained token before it."""
     lam: Fraction = 0.95
@@ -772,12 +776,12 @@ class StalenessSection(Section):
     and on-policy."""
     on_deadline: OnDeadline = "wait"
     """Treatment of stragglers: groups that are still generated when enough others are ready for a step, and that would
-    miss their deadline if it began. As many stragglers are treated as are in the way, those with the fewest tokens
-    first. `wait`: the learner waits for them; no bias. `requeue`: their prompts start again at once, on new weights, at
-    most `buffer.max_attempts` times; long completions are trained later. `drop`: they are dropped, and other prompts
-    replace them; training sees fewer long completions (`length_ratio` shows how much). `mask`: they go on, and their
-    tokens that are older than η when they are trained are masked from the loss; their samples that finished first lose
-    the most."""
+    miss their deadline if the step began. Only as many stragglers as block the step are treated, those with the fewest
+    tokens first. `wait`: the learner waits for them; no bias. `requeue`: their prompts start again at once, on new
+    weights, at most `buffer.max_attempts` times; long completions are trained later. `drop`: they are dropped, and
+    other prompts replace them; training sees fewer long completions (`length_ratio` shows how much). `mask`: they go
+    on, and their tokens that are older than η when they are trained are masked from the loss; their samples that
+    finished first lose the most."""
 
 
 class BufferSection(Section):
@@ -816,9 +820,9 @@ class WeightsSection(Section):
 
     transport: Literal["object_store", "collective", "filesystem", "ipc"] = "object_store"
     """How the weights are transferred. `object_store`: through Ray's object store. `collective`: by broadcast from the
-    learner's ranks to the replicas that are there; the others get them through the object store. `filesystem`: through
-    files in `folder`. `ipc`: through the memory of the learner's ranks, which must be on the node of the
-    generators."""
+    learner's ranks to the replicas that live at that moment; other replicas get the weights through the object store.
+    `filesystem`: through files in `folder`. `ipc`: through the memory of the learner's ranks, which must be on the node
+    of the generators."""
     folder: Annotated[Path, no_url("name a folder that the learner and all generators share")] | None = None
     """Folder for `transport: filesystem`, which the learner and all generators must share. It has the newest three
     versions, with `delta` also what they build on, and is empty after the run. Unset: the folder `weights` of the run's
@@ -833,7 +837,8 @@ class WeightsSection(Section):
     """Treatment of running sequences after a weight update. `recompute`: their KV cache is computed again with the new
     weights. `keep`: they continue with the old KV cache."""
     probe_every_updates: PositiveInt = 1
-    """The parity probe verifies every n-th weight update of a replica. Use 1 on CPUs."""
+    """n: the parity probe verifies every n-th weight update of a replica. It compares the engine's log-probs of a few
+    sequences with the learner's. Use 1 on CPUs."""
     parity_tolerance_nats: PositiveFloat | None = None
     """In float32, the largest accepted difference between the engine's and the learner's log-prob of a token, nats.
     For sampled tokens it is divided by a `generator.temperature` below 1, as the logits are. Unset: 1e-4."""
@@ -907,13 +912,16 @@ class AuditSection(Section):
 
 
 class WitnessSection(Section):
-    """The witness, a second and plain path for the numbers of an update (docs/guarantees.md)."""
+    """The witness: plain code that computes the numbers of an update a second time, and compares them with those of the
+    learner (docs/guarantees.md)."""
 
     every_steps: NonNegativeInt = 50
-    """Steps between two steps that are witnessed; the first step of a run is too. 0: none."""
+    """Steps between two steps whose update the witness checks. The first step after each start of the learner is also
+    checked. 0: none."""
     group_tokens: PositiveInt = 4096
-    """Most tokens of the rows that are computed a second time, of one group that is drawn. Of a longer group, the first
-    rows are taken; rows that are longer are not drawn."""
+    """Maximum number of tokens that are computed a second time. They are the rows of one group of the step, which is
+    drawn at random. If the group has more tokens, only its first rows are taken. A single row with more tokens is never
+    taken."""
     on_failure: Literal["stop", "warn"] = "warn"
     """Reaction to an update that is not the one that the configuration describes, or to an evaluation that must be
     greedy and is not. `stop`: the run ends, before the optimizer's step if the gradients are concerned. `warn`: an
@@ -969,8 +977,9 @@ class EvalSection(Section):
     pass_reward: float = 1.0
     """Reward from which on a completion counts as right, for pass@k."""
     share: Annotated[float, Field(gt=0, le=1)] = 0.25
-    """Share of the replica's slots for an evaluation while the run trains. It adds requests to those of the slots, so
-    the engine decodes more sequences at once for some time."""
+    """How many samples an evaluation generates at once while the run trains, as a share of the most samples that the
+    replica generates at once for training (`generator.max_concurrent_groups` × `learner.group_size`). The engine
+    decodes both, and so more sequences at once for some time."""
     timeout_s: Annotated[PositiveFloat, WATCHED_DEADLINE] = 120.0
     """Maximum time for the evaluation of one set, seconds."""
     sets: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")], EvalSetSection] = {}
@@ -1056,7 +1065,7 @@ class Config(Section):
     audit: AuditSection = AuditSection()
     """Files that the run keeps for `asyncrl audit`."""
     witness: WitnessSection = WitnessSection()
-    """The witness, which computes some updates a second time by a plain path."""
+    """The witness, which computes some updates a second time with plain code."""
     eval: EvalSection = EvalSection()
     """Held-out evaluation."""
     metrics: Annotated[MetricsSection, PER_DEPLOYMENT] = MetricsSection()
@@ -1084,7 +1093,7 @@ class Config(Section):
 
     @property
     def most_branches(self) -> int:
-        """The most branches of an episode that the run trains."""
+        """The largest number of branches that an episode may have in training, over all parts of a mixture."""
         parts = [part.environment for part in self.data.mixture if part.environment is not None]
         return max(scoring.branches for scoring in (self.environment, *parts))
 

@@ -21,7 +21,8 @@ TOKENS_PER_PASS_GPU = 16384
 ROWS_MIB = 256
 """Room for rows in Ray's object store, in addition to the weights, MiB."""
 ANSWER_FACTOR = 4
-"""Ratio of the longest completion to the longest reference answer, unless the user gives --completion-tokens."""
+"""A completion may be this many times as long as the longest reference answer, unless the user gives
+--completion-tokens."""
 SMALL_MODEL = 20_000_000
 """Parameters up to which a model is trained with a large learning rate. The quickstart's model has 0.5 million."""
 SHORTEST_COMPLETION = 16
@@ -31,8 +32,9 @@ the longest answer must have room."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuNumbers:
-    """Ranks of the learner, and what keeps them within the memory of their GPUs. `learner_gib` is what a rank is
-    expected to need. `fits` is False if nothing was found that fits; then the numbers are the smallest ones."""
+    """The number of ranks of the learner, and the settings that keep the ranks within the memory of their GPUs.
+    `learner_gib` is the memory that a rank is expected to need. `fits` is False if no settings were found with which
+    the ranks fit; then the settings are those that need the least memory."""
 
     ranks: int
     gradient_sync: Literal["update", "micro_batch"]
@@ -72,7 +74,7 @@ class Facts:
 
 
 def starter_yaml(facts: Facts) -> str:
-    """Returns a configuration as YAML text with comments. `starter.yaml.j2` has its words.
+    """Returns a configuration as YAML text with comments, made from the template `starter.yaml.j2`.
 
     The object store holds up to three versions of the weights while a version is published. Raises ConfigError if
     prompts and completions together are longer than the model's maximum sequence length.

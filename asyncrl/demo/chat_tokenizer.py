@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-"""Tokens of their own that are not special: a tool parser reads them in the text of an answer."""
+"""Texts that are one token each. The tokens are not special, so that they stay in the text of an answer, where a tool
+parser reads them."""
 VOCABULARY = 512
 
 TEMPLATE = """\

@@ -15,8 +15,8 @@ def is_tiny(path: Path) -> bool:
 
 
 def why_not_built(config: Config, origins: Mapping[KeyPath, str]) -> str | None:
-    """Returns what the user can do, and why no tiny model is built at `model.path`, which does not exist. None if a run
-    builds one there.
+    """Returns advice for the user, and the reason why a run builds no tiny model at `model.path`, which does not exist.
+    None if a run builds one there.
 
     `origins` says where each key was set (`config_origins`). A tiny model is built if the file or the command line that
     sets `model.path` also sets a key of `model.tiny`, or if `model.path` is not set: its default is the path of a tiny

@@ -62,10 +62,10 @@ def ensure_model(
     """Builds the tiny model at `config.model.path` if `model.tiny` is set and the model is not there yet. Returns the
     path.
 
-    The model is built again if its recipe or the tasks of its warm-up have changed. If the tasks are made by the
-    environment, those of the warm-up have the seed `model.tiny.seed`, so runs of other seeds begin with the same model.
-    A directory that this module did not write is used as it is. Without `model.tiny`, the path is returned unchanged,
-    because it may be a hub id. `tasks` is the result of `build_tasks`, if the caller already has it.
+    The model is built again if its recipe or the tasks of its warm-up have changed. If the environment makes the tasks,
+    those of the warm-up have the seed `model.tiny.seed`, so runs with other seeds begin with the same model. A
+    directory that this module did not write is used as it is. Without `model.tiny`, the path is returned unchanged,
+    because it may be the id of a model on the Hub. `tasks` is the result of `build_tasks` if the caller has it.
     `model.max_length` (tokens) is the limit for prompt, answer and end-of-sequence token together. Raises DatasetError
     for a task that is longer, and, without `model.tiny.chat`, for one with characters other than printable ASCII and
     newlines.
@@ -177,8 +177,8 @@ def warm_up(
     report: Report,
     demonstrated: "Sequence[Example]" = (),
 ) -> None:
-    """Trains with AdamW on the cross-entropy of the answers of random tasks, of each part of a mixture equally often;
-    or of the answers that are `demonstrated`, if there are any.
+    """Trains with AdamW on the cross-entropy of answers: those of `demonstrated`, if there are any, else those of
+    random tasks, with each part of a mixture equally often.
 
     It trains until the accuracy reaches `warmup_accuracy`. After that, the learning rate falls to 0 over
     `warmup_decay_steps`. It makes at most `warmup_steps` steps.

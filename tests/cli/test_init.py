@@ -338,7 +338,7 @@ def test_a_system_prompt_that_all_rows_share_is_taken_from_its_column(model: Pat
     for texts in ([ADD] * 8 + ["Subtract."], [ADD] * 8 + [None]):
         prompt, said = system_prompts(texts, model)
         assert prompt is None
-        assert said.startswith(f"{left_out}whose values are not one text: ")
+        assert said.startswith(f"{left_out}whose values are not the same text in all rows: ")
         assert "`asyncrl init … --system-prompt TEXT --force`" in Path("run.yaml").read_text()
 
 

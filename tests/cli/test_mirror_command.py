@@ -134,7 +134,7 @@ def test_the_mirror_of_another_run_that_has_no_checkpoint_yet_is_refused(ended: 
     with new_run(tmp_path / "others", steps=1) as other:
         mirror_of(other, url=url).pass_once()
         before = content(url)
-        assert "another run is mirrored there, which may live" in sent("quick", url, code=2)
+        assert "another run, which may still live, is mirrored there" in sent("quick", url, code=2)
         assert content(url) == before
 
 

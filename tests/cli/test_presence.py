@@ -167,7 +167,7 @@ def test_a_run_does_not_begin_with_what_its_own_start_moves_aside(tiny: list[str
         write_model(model)
     for path in (model, model.relative_to(tmp_path)):
         [line] = missing(*tiny, f"model.path={path}")
-        assert line.startswith(f"model.path = {path}: is in runs/quickstart, and the start of a run with that name mov")
+        assert line.startswith(f"model.path = {path}: is in the run's own directory runs/quickstart, which the start")
         other = missing(*tiny, f"model.path={path}", "run.name=second")
         assert (other == []) is there, "tiny models are not built in the directory of any run"
 

@@ -393,7 +393,7 @@ def test_a_reward_with_options_is_sent_to_the_list_of_rewards(name: str) -> None
     [
         ("{model: m}", "has url = '' and url_variable = ''; set one of them"),
         ("{model: m, url: 'http://a/v1', url_variable: U}", "url_variable = U: must be in environment.secrets"),
-        ("{model: m, url: 'localhost:8000/v1'}", "url = localhost:8000/v1: is no address; write http://"),
+        ("{model: m, url: 'localhost:8000/v1'}", "url = localhost:8000/v1: is not an address; begin it with http://"),
         ("{model: m, url: 'http://a/v1', key_variable: OTHER}", "key_variable = OTHER: must be in environment.secrets"),
         ("{model: m, url: 'http://a/v1', prompt: Rate it}", "prompt: has no {completion}"),
         ("{model: m, url: 'http://a/v1', prompt: '{question} {answer}'}", "prompt: has no {completion}"),
@@ -476,7 +476,7 @@ def test_rows_have_branches_if_a_part_of_the_run_plays_agents(overrides: list[st
         (
             ["learner.optimizer.learning_rate=0"],
             "learner.optimizer.learning_rate=1e-9",
-            "learner.optimizer.learning_rate = 0: the weights of the learner stay as they are",
+            "learner.optimizer.learning_rate = 0: no step changes the weights of the learner",
         ),
         (
             ["critic={}", "critic.optimizer.learning_rate=0", "algorithm.advantage=gae"],

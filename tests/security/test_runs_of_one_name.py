@@ -146,4 +146,4 @@ def test_down_ends_no_actors_of_a_learner_that_still_saves_although_its_director
     monkeypatch.setattr(shared_actors, "ask_to_end", lambda *_, **__: False)
     answer = CliRunner().invoke(app, ["down", "elsewhere"])
     assert (answer.exit_code, changed) == (1, [])
-    assert "it may still save its weights" in answer.output
+    assert "it may still be saving weights" in answer.output
