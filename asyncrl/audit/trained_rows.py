@@ -60,7 +60,7 @@ def trained_rows(step: TrainedStep, lease: Lease, rows: BatchedDataDict, kept: S
         row = {name: column[n] for name, column in rows.items()}
         mask_S = row["token_mask"] > 0
         mask_S[0] = False
-        if group.extended:  # trained after its deadline: older tokens than the limit are masked
+        if group.extended:  # its deadline was extended, and tokens that are older than its limit were masked
             mask_S &= step.step - row["weight_versions"] <= group.max_staleness_versions
         usable_S = mask_S.clone()
         for column in (PREV_LOGPROBS, "generation_logprobs", "advantages"):

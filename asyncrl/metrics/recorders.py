@@ -382,9 +382,9 @@ class LearnerMetrics(ProcessMetrics):
         in_flight: Mapping[int, int],
         in_buffer: Mapping[int, int],
     ) -> None:
-        """Records the staleness of a step's data. Each argument maps a number of versions to a number of groups, or of
-        `tokens`. `in_flight` has the versions that passed while a group was generated, and `in_buffer` those that
-        passed while it waited in the buffer."""
+        """Records the staleness of a step's data. Each argument maps a number of versions to the number of groups with
+        it, and `tokens` to that of tokens. `in_flight` has the versions that passed while a group was generated, and
+        `in_buffer` those that passed while it waited in the buffer."""
         self._instruments.observe_counts(catalogue.Staleness.group_staleness_versions, groups)
         self._instruments.set(catalogue.Staleness.group_staleness_max_versions, max(groups, default=0))
         self._instruments.observe_counts(catalogue.Staleness.token_staleness_versions, tokens)

@@ -44,11 +44,14 @@ def totals_lines(summary: Summary, *, total_steps: int) -> Iterator[str]:
         )
     if summary.witness_failures:
         yield (
-            "NOT verified: the witness found that updates are not those that the configuration describes (steps: "
-            f"{summary.witness_failures}). The errors in the learner's log say what differs"
+            "NOT verified: the witness found that updates are not those that the configuration describes (number of "
+            f"steps: {summary.witness_failures}). The errors in the learner's log say what differs"
         )
     elif summary.witnessed_steps:
-        yield f"verified: the witness computed a group a second time (steps: {summary.witnessed_steps}), and agrees"
+        yield (
+            f"verified: the witness computed a group a second time (number of steps: {summary.witnessed_steps}), and "
+            "agrees"
+        )
     if summary.restarts:
         again = f"{summary.lost_steps} steps were lost and trained again" if summary.lost_steps else "no step was lost"
         yield f"resumed {summary.restarts} time{'s' * (summary.restarts > 1)}, {again}"
