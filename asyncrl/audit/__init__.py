@@ -1,2 +1,2 @@
-"""The audit of a run: checks, from the files that the run wrote, that every issued prompt has exactly one fate, and
-that steps trained the recorded tokens and made the recorded weights."""
+"""The audit of a run: checks, from the files that the run wrote, that every prompt that a generator got has exactly one
+fate (such as trained or failed), and that steps trained the recorded tokens and made the recorded weights."""

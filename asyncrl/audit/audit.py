@@ -47,7 +47,8 @@ def outcomes_of(
 
 def checked(name: str, check: Callable[[History], str | PlainComputation], history: History) -> Outcome:
     """Calls a check with the history of a run, and returns its outcome: failed with the counterexample, not possible
-    with the reason, or else what the check returned in words. Check 6 may also fail by its numbers."""
+    with the reason, or passed with the text that the check returned. Check 6 returns comparisons instead of a text, and
+    fails if one of them failed."""
     try:
         history.require_steps()
         found = check(history)

@@ -1,4 +1,5 @@
-"""Checks 1 to 3 of the audit: exactly once, the ledger, and the versions of the trained tokens."""
+"""Checks 1 to 3 of the audit: each prompt has exactly one end, the counts of the ledger add up, and no trained token
+is of lost or too old weights."""
 
 import io
 import statistics
@@ -22,10 +23,11 @@ their rewards, so a damaged number would fill the memory."""
 
 
 def exactly_once(history: History) -> str:
-    """Check 1: every prompt of the order, up to the last one that was issued, has exactly one fate.
+    """Check 1: every prompt that was issued (given to a generator) has exactly one fate, such as trained or failed, or
+    is still open.
 
-    The n-th prompt of the order is group n. The learner and the buffer recorded the trained groups independently; both
-    lists must agree.
+    The n-th prompt in the order of the run is group n. The learner and the buffer recorded the trained groups
+    independently; both lists must agree.
     """
     size = history.settings["learner.group_size"]
     fates: dict[int, str] = {}
@@ -58,18 +60,19 @@ def exactly_once(history: History) -> str:
 
 
 def _distinct_prompts(history: History) -> str:
-    """Returns in words how many different prompts were trained. Raises Counterexample if prompts were trained more
-    often in an epoch than the data have them.
+    """Returns in words how many different prompts were trained. Raises Counterexample if a prompt was trained more
+    often in an epoch than it is in the data.
 
     An epoch has each row of the data once. So at most as many prompts may be trained t times or more in an epoch as the
     data have in t rows or more. In a mixture, each block of W groups has w groups of a part with the weight w, where W
-    is the sum of the weights. If an epoch of a part ends inside of a block, its groups of this block are left out.
+    is the sum of the weights. If an epoch of a part ends inside of a block, the part's groups of this block are left
+    out, because they may be of either epoch.
     """
     weights = {part["name"]: part["weight"] for part in _mixture(history)} or {"": 1}
     data = history.began[max(history.began)].prompts
     groups = [group for step in history.steps for group in step.groups if group.prompt is not None]
     if not groups or not data:
-        return "their prompts were not recorded"
+        return "the prompts of the trained groups were not recorded"
     of_epochs: dict[tuple[str, int], dict[int | None, list[int]]] = {}
     for group in groups:
         rows = sum(times * prompts for times, prompts in data.get(group.part, {}).items())
@@ -82,7 +85,7 @@ def _distinct_prompts(history: History) -> str:
         _check_repetitions([*by_prompt.values()], data[part], epoch=f"epoch {epoch}{f' of {part}' if part else ''}")
     trained = len({(group.part, group.prompt) for group in groups})
     there = sum(sum(prompts.values()) for prompts in data.values())
-    return f"they had {trained} different prompts, of {there} in the data"
+    return f"the trained groups had {trained} different prompts, of {there} in the data"
 
 
 def _check_repetitions(trained: list[list[int]], data: Mapping[int, int], *, epoch: str) -> None:
@@ -101,7 +104,7 @@ def _check_repetitions(trained: list[list[int]], data: Mapping[int, int], *, epo
 
 
 def _mixture(history: History) -> list[dict[str, Any]]:
-    """Returns the parts of `data.mixture` with their weights; none without a mixture."""
+    """Returns the parts of `data.mixture` with their weights; an empty list without a mixture."""
     found: list[dict[str, Any]] = history.settings.get("data.mixture", [])  # type: ignore[assignment]
     return found
 
@@ -114,8 +117,8 @@ def _check_group(group: TrainedGroup, *, step: TrainedStep, size: object, reissu
         )
     if group.attempt <= reissued.get(group.group, -1):
         raise Counterexample(
-            f"step {step.step} trained attempt {group.attempt} at group {group.group}, but its rows were lost or given "
-            "up before"
+            f"step {step.step} trained attempt {group.attempt} at group {group.group}, but the rows of this attempt "
+            "or of a later one were lost or given up before"
         )
 
 
@@ -142,7 +145,8 @@ def _check_all_there(fates: dict[int, str], entry: LedgerEntry, *, moment: str) 
     missing = next((group for group in range(entry.prompts) if group not in known), None)
     if missing is None:
         raise Counterexample(
-            f"{moment} {entry.prompts} prompts were issued, but group {max(known)} has a fate or is open"
+            f"{moment} {entry.prompts} prompts were issued, but group {max(known)}, which is none of them, has a fate "
+            "or is open"
         )
     raise Counterexample(
         f"{moment} group {missing} has no fate: it was not trained, it did not end otherwise, and it is not open"
@@ -152,8 +156,9 @@ def _check_all_there(fates: dict[int, str], entry: LedgerEntry, *, moment: str) 
 def ledger_closes(history: History) -> str:
     """Check 2: after every step, the amounts of all fates in the ledger add up to what was issued, in groups, samples
     and tokens. The amount of each final fate equals the sum over the groups that ended with it so far. The step's line
-    in steps.jsonl has the same numbers, and the witness of the run found no difference above its tolerance. Each
-    evaluation has a reward or a failure of each of its prompts, and is greedy if it has one completion of each."""
+    in steps.jsonl has the same numbers. The run's own second computation of some steps (the witness) found no
+    difference above its tolerance. Each evaluation has a reward or a failure for each of its prompts, and is greedy if
+    it has one completion of each prompt."""
     path = history.directory / "steps.jsonl"
     records = read_lines(path, StepRecord)
     lines: dict[int, tuple[StepRecord, int]] = {}
@@ -185,8 +190,8 @@ def ledger_closes(history: History) -> str:
 
 
 def _checked_evaluations(history: History) -> str:
-    """Checks evals.jsonl: each evaluation has a reward or a failure of each prompt that it asked, and no token that was
-    not the most probable one, if it had to be greedy. Returns in words how many evaluations were checked."""
+    """Checks evals.jsonl: each evaluation has a reward or a failure for each prompt that it asked. If it had to be
+    greedy, each token is the most probable one. Returns in words how many evaluations were checked."""
     try:
         records = read_lines(history.directory / "evals.jsonl", EvalRecord)
     except RunError as error:
@@ -223,7 +228,7 @@ def _add(sums: dict[Fate, Amount], entry: LedgerEntry, *, moment: str) -> None:
         counted, own = entry.fates.get(fate, Amount()), sums.get(fate, Amount())
         if fate not in OPEN_FATES and counted != own:
             raise Counterexample(
-                f"{moment} the ledger has {counted} as {fate.value}, but the groups that ended so add up to {own}"
+                f"{moment} the ledger counts {counted} as {fate.value}, but the groups with this fate add up to {own}"
             )
 
 
@@ -249,10 +254,10 @@ def _check_line(step: TrainedStep, found: tuple[StepRecord, int] | None, *, trai
     for name, value in own.items():
         if getattr(line, name) != value:
             raise Counterexample(
-                f"step {step.step} has {name} {value} by its samples, but {getattr(line, name)} in steps.jsonl"
+                f"step {step.step} has {name} {value} by the audit's record, but {getattr(line, name)} in steps.jsonl"
             )
     if (counted := line.ledger_groups.get(Fate.TRAINED.value, 0)) != trained:
-        raise Counterexample(f"{trained} groups were trained up to step {step.step}, but {counted} by steps.jsonl")
+        raise Counterexample(f"{trained} groups were trained up to step {step.step}, but steps.jsonl has {counted}")
     if step.line not in (None, checksum):
         raise Counterexample(f"the line of step {step.step} in steps.jsonl is not the one that was written")
     if (ratio := line.witness_ratio) is not None and ratio > 1:
@@ -264,8 +269,9 @@ def _check_line(step: TrainedStep, found: tuple[StepRecord, int] | None, *, trai
 
 
 def versions_in_bounds(history: History) -> str:
-    """Check 3: the weights that the step trained are made from the version of every trained token, and this version is
-    not older than the limit of its group's ticket. The ranks counted the same ages.
+    """Check 3: every trained token was generated by a version from which the weights of its step are made. When it was
+    trained, this version was not older than the limit (η) under which the token's group was issued. The ranks counted
+    the same ages.
 
     In a group whose deadline was extended (`staleness.on_deadline: mask`), older tokens were masked: the ranks must not
     have counted them.
@@ -287,7 +293,10 @@ def versions_in_bounds(history: History) -> str:
         total += counted.total()
         oldest = max([oldest, *(age for age, tokens in counted.items() if tokens)])
     left_out = f"; {masked} older ones were masked (staleness.on_deadline: mask)" if masked else ""
-    return f"{total} trained tokens are of ancestors; the oldest was {oldest} versions old{left_out}"
+    return (
+        f"{total} trained tokens are of versions from which the weights are made; the oldest was {oldest} versions old"
+        f"{left_out}"
+    )
 
 
 def _ages(history: History, step: TrainedStep, group: TrainedGroup) -> Counter[int]:
@@ -297,7 +306,7 @@ def _ages(history: History, step: TrainedStep, group: TrainedGroup) -> Counter[i
     for place, sample in enumerate(group.samples):
         who = f"step {step.step} trained sample {place} of group {group.group}"
         if sum(span.tokens for span in sample.spans) != sample.tokens:
-            raise Counterexample(f"{who} with {sample.tokens} tokens, but its versions cover {sample.spans}")
+            raise Counterexample(f"{who} with {sample.tokens} tokens, but the tokens by version are {sample.spans}")
         if not sample.trained:
             continue
         for span in sample.spans:

@@ -1,4 +1,5 @@
-"""The file `certificate.json`: what an audit checked and found, for a reader who has neither the run nor these docs."""
+"""The file `certificate.json`: what an audit checked and found, for a reader who has neither the run nor the docs of
+asyncrl."""
 
 import hashlib
 import sys
@@ -23,7 +24,8 @@ _SHOWN = (
     *("run.seed", "environment.name", "data.dataset", "data.path", "data.seed", "data.epochs"),
     *(f"generator.{name}" for name in ("temperature", "top_k", "top_p", "min_p", "logprobs", "max_completion_tokens")),
 )
-"""Settings that say what was trained and how. No option of an environment is among them, nor an address."""
+"""Settings that say what was trained and how: the beginnings of their dotted keys. Options of an environment and
+addresses are not among them, because they may be private."""
 _WORDS = {
     "step": "one step of training; the first one is step 0",
     "group, sample": (
@@ -58,7 +60,7 @@ _WORDS = {
 _NOT_CHECKED = (
     "whether the reward measures what is wanted, and the rewards of samples that check 6 did not score again",
     "the direction of a gradient, except through the new weights: otherwise its norm is compared",
-    "the optimizer in steps whose new weights were not computed, and all numbers of steps that were not chosen",
+    "the optimizer in steps whose new weights were not computed, and all numbers of steps that check 6 did not choose",
     "rewards of held-out evaluations: only that each prompt has an answer, and that greedy answers are greedy",
     "that the prompts are those of the data, word by word",
     "files that were forged on purpose: the same program, asyncrl, wrote them and reads them",
@@ -200,8 +202,8 @@ def _second_computation(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "training_steps_computed": witnessed.steps,
         "how_they_were_chosen": (
             "`asyncrl audit RUN --witness-steps K` takes half of K steps from the start of the run, and spreads the "
-            "others evenly up to the last one. A larger K computes more. The optimizer's state is known from the start "
-            "of the run only, so new weights are computed for the steps from the start"
+            "others evenly up to the last one. A larger K computes more. The optimizer's state is known only as "
+            "long as no step was left out, so new weights are computed only for the steps from the start of the run"
         ),
         "training_steps_of_which_the_new_weights_were_computed": witnessed.optimizer_steps,
         "comparisons": [_comparison(each) for each in witnessed.comparisons],

@@ -1,5 +1,6 @@
-"""Check 4 of the audit: each step began with the weights that the step before it made, and the published, kept and
-saved weights are those of their versions. It compares digests."""
+"""Check 4 of the audit: each step began with the weights that the step before it made. The published weights, those
+that the run kept (`audit.keep_weights`) and those in checkpoints are the weights of their versions. The check compares
+digests of the weights."""
 
 import json
 from collections.abc import Iterable
@@ -36,14 +37,15 @@ def chain_holds(history: History) -> str:
     first, last = history.steps[0], history.steps[-1]
     start = "" if history.forked_from is None else f"the fork began with the digest {first.before:016x}, and "
     return (
-        f"{len(history.steps)} steps follow each other, {published} publications and {saved} checkpoints have their "
-        f"weights; {start}the digest after step {last.step} is {last.after:016x}"
+        f"{len(history.steps)} steps follow each other, {published} publications and {saved} checkpoints have the "
+        f"weights of their versions; {start}the digest after step {last.step} is {last.after:016x}"
     )
 
 
 def _check_link(last: TrainedStep, step: TrainedStep) -> None:
-    """Raises Counterexample if a step did not start from the weights that the `last` one made. Compares digests of the
-    kind of the last step: after a restart on another kind of device, a step's own digests are of another kind."""
+    """Raises Counterexample if `step` did not start from the weights that `last`, the step before it, made. Compares
+    digests of the kind that `last` recorded. After a restart on another kind of device, `step` records its other
+    digests in another kind (`asyncrl.ranks.digest.KINDS`)."""
     before = step.digests_before.get(last.digest_kind)
     if before is None:
         raise Counterexample(
@@ -59,9 +61,9 @@ def _check_link(last: TrainedStep, step: TrainedStep) -> None:
 
 
 def _check_published(history: History) -> int:
-    """Raises Counterexample if equal weights were published with different bytes, for example a version and the version
-    with which a restart began from it, or if versions were not published in their order. Returns the number of
-    publications."""
+    """Raises Counterexample if equal weights were published with different bytes, or if versions were not published in
+    their order. A restart publishes the weights of its checkpoint again under another version, for example. Returns the
+    number of publications."""
     weights = history.weights()
     contents: dict[tuple[str, int], tuple[Version, str]] = {}  # by kind and digest
     newest: Version | None = None
@@ -69,7 +71,7 @@ def _check_published(history: History) -> int:
         if newest is not None and publication.version <= newest:
             raise Counterexample(f"version {publication.version} was published after version {newest}")
         newest = publication.version
-        # a version has no digest before a step that made it, or began with it, has its record
+        # a version without a digest is skipped: no step that made it or began with it was recorded
         for digest in weights.get(publication.version, {}).items():
             version, content = contents.setdefault(digest, (publication.version, publication.digest))
             if content != publication.digest:
@@ -97,7 +99,7 @@ def _check_checkpoints(history: History) -> int:
         except CheckpointOfOtherFormat as error:
             raise NotPossible(str(error)) from error
         except (CheckpointError, FileNotFoundError) as error:
-            if not path.exists():  # the run lives, and has deleted it now
+            if not path.exists():  # the run still trains, and has just deleted this checkpoint
                 continue
             raise Counterexample(str(error)) from error
         if manifest.version.step != step:
@@ -128,7 +130,8 @@ def _check_kept(history: History) -> None:
 
 
 def _check_rows(folder: Path, trained: dict[str, list[int]]) -> None:
-    """Compares the rows of groups that were ready at a checkpoint with the rows that a later step trained."""
+    """Compares the rows in a checkpoint with the rows that a later step trained. The rows are those of the finished
+    groups that waited for training. `trained` has the checksums of the trained rows by `group.attempt`."""
     for path in _tensor_files(folder):
         wanted = trained.get(path.stem)
         if wanted is not None and row_checksums(BatchedDataDict(load_file(path))) != wanted:
@@ -152,7 +155,7 @@ def _parts(state: Path, kind: str) -> Iterable[int]:
     for path in _tensor_files(state):
         with safe_open(path, framework="pt") as file:
             places = json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
-            for name in file.keys():  # noqa: SIM118 - the file is no mapping
+            for name in file.keys():  # noqa: SIM118 - the file is not a mapping
                 start = places.get(name, {}).get("saved_offsets", [0])
                 yield tensor_digest(name, file.get_tensor(name), start=start[0] if start else 0, kind=kind)
 

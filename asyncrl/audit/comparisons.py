@@ -5,18 +5,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 EQUAL_GRADIENTS = 1e-3
-"""Largest accepted difference of the gradient's norm, as a share of it."""
+"""Largest accepted difference of the gradient's norm, as a share of the recorded norm."""
 EQUAL_RATES = 1e-6
-"""Largest accepted difference of a learning rate, as a share of it."""
+"""Largest accepted difference of a learning rate, or of a penalty's β, as a share of it."""
 EQUAL_CHANGES = 0.02
 """Largest accepted difference of a tensor's change in a step, as a share of the norm of this change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The result of one check over all steps, for the text of the audit and its certificate. `compares` says in words
-    what is compared, and `number` how many `things` were. `worst` is the largest difference, in `unit`, `limit` the
-    accepted one, and `where` its place in words. `nothing` is the reason to give if there was nothing to compare."""
+    """The result of one comparison of check 6 over all steps, for the text of the audit and its certificate. `check` is
+    its name, and `compares` says in words what is compared. `things` names the compared values, and `number` is their
+    count. `worst` is the largest difference and `limit` the largest accepted one, both in `unit`. `where` says in words
+    where the largest difference is. `nothing` is the reason to show if there was nothing to compare."""
 
     check: str
     compares: str
@@ -47,7 +48,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainComputation:
-    """The result of check 6: `steps` were computed again by a plain path, and of `optimizer_steps` the new weights too.
+    """The result of check 6: `steps` were computed again by a plain path, and the new weights of `optimizer_steps` too.
     `trained_steps` is the number of steps of the run. `left_out` says what was not computed, with the reason."""
 
     steps: tuple[int, ...]
@@ -78,7 +79,7 @@ class PlainComputation:
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    """Returns numbers in words: ranges, and single ones.
+    """Returns numbers as text, those that follow each other as a range.
 
     >>> _listed((0, 1, 2, 12, 23))
     '0-2, 12, 23'
@@ -137,8 +138,8 @@ def _of_samples(tolerance_nats: float, *, most_groups: int) -> list[Comparison]:
         ),
         Comparison(
             check="kl",
-            compares="recorded KL that the β of a penalty follows, with that of the log-probs by the plain pass; the "
-            "difference is that of the tokens' log-probs which has this effect on the KL",
+            compares="recorded KL by which the β of a penalty is set, with the KL of the log-probs by the plain pass; "
+            "the shown difference is one of the tokens' log-probs, as large as would change the KL by so much",
             things="means of a KL",
             unit="nats",
             limit=tolerance_nats,
@@ -167,7 +168,7 @@ def _of_updates(equal_advantages: float) -> list[Comparison]:
         ),
         Comparison(
             check="penalty",
-            compares="β of the penalty with `control` in each trained step of the run in steps.jsonl, with that which "
+            compares="β of the penalty with `control` in each trained step of the run in steps.jsonl, with the β that "
             "follows from the recorded KL of the steps before",
             things="coefficients of a penalty",
             unit="of the coefficient",
@@ -184,9 +185,9 @@ def _of_updates(equal_advantages: float) -> list[Comparison]:
         ),
         Comparison(
             check="optimizer",
-            compares="change of each weight tensor between kept versions, with AdamW's formula (or the optimizer of "
-            "learner.optimizer.name, called with whole tensors) and the plain gradient, from no state at the run's "
-            "first step; differences that the rounding of float32 explains count as 0",
+            compares="change of each weight tensor between kept versions, with its change by AdamW's formula (or by "
+            "the optimizer of learner.optimizer.name, called with whole tensors) and the plain gradients, beginning "
+            "without state at the run's first step; differences that the rounding of float32 explains count as 0",
             things="changes of weights",
             unit="of the norm of the tensor's change",
             limit=EQUAL_CHANGES,

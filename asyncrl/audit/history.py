@@ -1,7 +1,8 @@
-"""The history of a run, from the audit's records of all incarnations.
+"""The history of a run, from the audit's records of all incarnations (starts of the learner).
 
 The *surviving* steps made the weights of the newest incarnation. Other steps were lost when the run was resumed from an
-earlier checkpoint: their versions are dead (`asyncrl.common.version`), and their prompts were trained again.
+earlier checkpoint: no later weights are made from theirs (`asyncrl.common.version`), and their prompts were trained
+again.
 """
 
 import re
@@ -29,11 +30,12 @@ from asyncrl.learner.audit_records import (
 from asyncrl.learner.records import ForkPoint, RunInfo, StepRecord, known_info, read_lines
 from asyncrl.run_files import UNREADABLE, names, read
 
-# The outcome of one check of the audit, and the errors with which a check says that it did not pass.
+# The outcome of one check of the audit, and the errors that a check raises if it does not pass.
 
 
 class Verdict(StrEnum):
-    """The result of a check. NOT_POSSIBLE: the run did not write what the check needs, or this machine cannot do it."""
+    """The result of a check. NOT_POSSIBLE: the run did not write what the check needs, or this machine cannot run
+    the check."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -43,7 +45,7 @@ class Verdict(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The outcome of the check `name`. `detail` says what was checked, or has the first counterexample, or the reason
-    why the check is not possible. `witnessed` has the numbers of check 6."""
+    why the check is not possible. `witnessed` has the numbers of check 6; None for other checks."""
 
     name: str
     verdict: Verdict
@@ -59,8 +61,8 @@ class Counterexample(RunError):
 
 
 class NotPossible(RunError):
-    """A check cannot be made: the run did not write what it needs, or this machine cannot do it. The text is the
-    reason."""
+    """A check cannot be made: the run did not write what the check needs, or this machine cannot run it. The text is
+    the reason."""
 
 
 _NAME = re.compile(r"steps-(\d+)\.msgpack")
@@ -70,10 +72,11 @@ _NAME = re.compile(r"steps-(\d+)\.msgpack")
 class History:
     """The records of the run in `directory`.
 
-    `steps` are the surviving ones, from which the newest weights are made, in the order of the records. `lost` are the
-    others. `began` has the start of each incarnation that wrote records. `end` is the end of the run; None if the run
-    lives, was killed, or was resumed. `forked_from` is the checkpoint of another run with whose weights this run began;
-    None if there is none. `damage` says which record cannot be read or is missing; None if there is none.
+    `steps` are the surviving steps, which made the newest weights, in the order of the records. `lost` are the steps
+    that a restart has undone. `began` has the start of each incarnation that wrote records, by its number. `end` is the
+    end of the run; None if the newest incarnation still runs or was killed. `forked_from` is the checkpoint of another
+    run with whose weights this run began; None if there is none. `damage` says which record cannot be read or is
+    missing; None if there is none.
     """
 
     directory: Path
@@ -94,7 +97,8 @@ class History:
 
     @property
     def last_ledger(self) -> LedgerEntry:
-        """The newest entry of the ledger: that of the end of the run, or of the last surviving step."""
+        """The newest entry of the ledger, which counts the groups by how they ended: that of the end of the run if it
+        is recorded, else that of the last surviving step."""
         return self.steps[-1].ledger if self.end is None else self.end.ledger
 
     def require_steps(self) -> None:
@@ -121,15 +125,16 @@ class History:
         return found
 
     def digests(self) -> dict[int, dict[str, int]]:
-        """Returns the digests of the weights by kind of digest. The key is the number of surviving steps that made
-        them."""
+        """Returns the digests of the weights by kind of digest. The outer key is the number of steps behind the
+        weights: the weights before step 3 and those after step 2 have the key 3."""
         before = {step.step: step.digests_before for step in self.steps}
         return before | {step.step + 1: {step.digest_kind: step.after} for step in self.steps}
 
 
 def read_history(directory: Path) -> History:
     """Reads the records of a run, which may still be running. Raises RunError if it has none."""
-    lines, unreadable = _trained_lines(directory)  # before the records of the audit, to which a live run appends later
+    # read before the records: steps that a live run adds in between would otherwise have a line, but no record
+    lines, unreadable = _trained_lines(directory)
     files = {
         int(match[1]): directory / AUDIT / name
         for name in names(directory / AUDIT, inside=directory)
@@ -165,7 +170,8 @@ def read_history(directory: Path) -> History:
 
 
 def _trained_lines(directory: Path) -> tuple[list[int], list[str]]:
-    """Returns the trained steps in steps.jsonl, and in a list the reason why the file cannot be read, if it cannot."""
+    """Returns the numbers of the trained steps in steps.jsonl, and a list with the reason why the file cannot be read;
+    the list is empty if it can."""
     try:
         return [line.step for line in read_lines(directory / "steps.jsonl", StepRecord) if line.trained], []
     except RunError as error:
@@ -186,15 +192,16 @@ def _cut(
     lacking = [step for step in lines if step not in steps and not (step == lines[-1] and state != "finished")]
     found = [f"steps.jsonl has step {lacking[0]}, but {AUDIT}/ has no record of it"] if lacking else []
     if newest is not None and newest.torn and not killed:
-        found.append(f"the last record in {AUDIT}/ is incomplete, but the run has {state} by run.json")
+        found.append(f"the last record in {AUDIT}/ is incomplete, but by run.json the run has {state}")
     ended = newest is not None and bool(newest.records) and isinstance(newest.records[-1], Ended)
     if state == "finished" and not ended:
-        found.append(f"the run has finished by run.json, but {AUDIT}/ has no record of its end")
+        found.append(f"by run.json the run has finished, but {AUDIT}/ has no record of its end")
     return found
 
 
 def _known(directory: Path) -> Lineage:
-    """Returns the lineage that the run's start recorded. A new incarnation may not have written a record yet."""
+    """Returns the lineage (which incarnation began from which version) that the newest start of the run recorded. The
+    newest incarnation may not have written a record for the audit yet."""
     try:
         return msgspec.json.decode(read(directory / LINEAGE), type=Lineage)
     except UNREADABLE:

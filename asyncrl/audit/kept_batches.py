@@ -1,4 +1,5 @@
-"""Reads what a run kept of its steps (`audit.keep_weights: all`), for checks 5 and 6 of the audit."""
+"""Reads the weights and batches of its steps that a run kept (`audit.keep_weights: all`), for checks 5 and 6 of the
+audit."""
 
 from collections.abc import Iterator
 
@@ -19,7 +20,7 @@ _DECISIVE = (
     "generator.logprobs",
     "data_plane.",
 )
-"""Settings, or sections, on which the numbers of a step depend."""
+"""Settings and sections on which the numbers of a step depend: the beginnings of their dotted keys."""
 
 
 def kept_steps(history: History) -> KeptSteps:
@@ -39,8 +40,8 @@ def check_same_settings(history: History) -> None:
 
 
 def changed_settings(history: History, among: tuple[str, ...]) -> Iterator[tuple[str, object, object]]:
-    """Yields the settings that begin with a word of `among` and that a restart of the run changed: the key, the value
-    at the run's start, and the changed value. Restarts of which no step survived do not count."""
+    """Yields each setting that a restart of the run changed: the key, the value at the run's start, and the changed
+    value. Looks only at keys that begin with a word of `among`. Restarts of which no step survived do not count."""
     first, *later = (history.began[incarnation] for incarnation in sorted({s.incarnation for s in history.steps}))
     for began in later:
         for key in sorted(first.settings.keys() | began.settings.keys()):
@@ -50,8 +51,8 @@ def changed_settings(history: History, among: tuple[str, ...]) -> Iterator[tuple
 
 
 def kept_batch(kept: KeptSteps, step: TrainedStep) -> tuple[Lease, BatchedDataDict]:
-    """Returns the kept lease and rows of a step. Raises NotPossible if they were not kept, and Counterexample if they
-    are not those of the step's record."""
+    """Returns the kept lease (the step's groups with their rewards) and the kept rows of a step. Raises NotPossible if
+    they were not kept, and Counterexample if they are not those of the step's record."""
     try:
         found = kept.batch(Version(step.incarnation, step.step))
     except Exception as error:

@@ -1,5 +1,5 @@
-"""Computes the bounds of an objective that depend on all tokens of a step, and the KL that the β of a penalty follows,
-for check 6 of the audit. It follows their definitions, with the tokens in one list."""
+"""Computes the bounds of an objective that depend on all tokens of a step, and the KL by which the β of a penalty is
+set, for check 6 of the audit. The functions follow the definitions of these numbers, with all tokens in one list."""
 
 import math
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from asyncrl.witness.bounds import effective_share, first_left_out, ratios_of, s
 from asyncrl.witness.objective import Axes, Tokens, covariance_ranks
 
 HALVINGS = 200
-"""Number of times that the range is halved in which the cap of a weight is searched."""
+"""The search for the cap of a weight halves its range this many times."""
 
 
 def with_bounds(axes: Axes, tokens: Tokens) -> Axes:
-    """Returns the axes of an objective with the bounds of a step: the budget of a gate (M2PO, 2510.01161), the cap of a
-    weight with `min_ess`, the effective share of the tokens (P3O, 2605.12380), and the choices of tokens by covariance
-    (2505.22617)."""
+    """Returns the axes (the settings) of an objective with the bounds that follow from the tokens of a step: the `hi`
+    of a gate with a budget (M2PO, 2510.01161), the cap of a weight with `min_ess`, the effective share of the tokens
+    (P3O, 2605.12380), and the choices of tokens by covariance (2505.22617)."""
     found = {**axes, "gates": [_budgeted(gate, tokens) for gate in axes["gates"]]}
     weight = axes["weight"]
     if weight is not None and weight["min_ess"] is not None:
@@ -38,7 +38,8 @@ def with_bounds(axes: Axes, tokens: Tokens) -> Axes:
 
 
 def with_beta(axes: Axes, beta: float | None) -> Axes:
-    """Returns the axes of an objective with another β of the penalty with `control`; None changes nothing."""
+    """Returns the axes of an objective, in which the penalty with `control` has the coefficient `beta`. None changes
+    nothing."""
     if beta is None:
         return axes
     penalties = [each if each["control"] is None else {**each, "beta": beta} for each in axes["penalties"]]
@@ -55,8 +56,8 @@ def k3_of(log_ratios: Sequence[float]) -> tuple[float, float]:
 
 
 def _chosen(choice: Axes | None, tokens: Tokens) -> Axes | None:
-    """Returns a choice of tokens by covariance with the means of the step, and with the rank above which tokens are
-    chosen."""
+    """Adds to a choice of tokens by covariance the mean log-prob and mean advantage of the step, and the rank above
+    which tokens are chosen. Without a choice or tokens, returns `choice` as it is."""
     if choice is None or not tokens["advantages"]:
         return choice
     means = {"mean_logprob": fmean(tokens["proximal"]), "mean_advantage": fmean(tokens["advantages"])}
@@ -67,9 +68,9 @@ def _chosen(choice: Axes | None, tokens: Tokens) -> Axes | None:
 
 
 def _budgeted(gate: Axes, tokens: Tokens) -> Axes:
-    """Returns a gate with the `hi` that its budget gives. The tokens are taken in the order of their k2, as long as
-    their mean k2 is within the budget; `hi` lies between the k2 of the last token that is taken and that of the next
-    one."""
+    """Returns a gate with the `hi` that its budget gives. The tokens are taken in the order of their k2 (half of the
+    squared log-ratio), as long as their mean k2 is within the budget. `hi` lies between the k2 of the last token that
+    is taken and that of the next one."""
     if gate["budget"] is None:
         return gate
     subject = sorted_k2(gate, tokens)
@@ -83,7 +84,8 @@ def _budgeted(gate: Axes, tokens: Tokens) -> Axes:
 
 
 def _cap(weight: Axes, tokens: Tokens) -> float:
-    """Returns the largest cap for which the effective share of the clamped weights is at least `min_ess`."""
+    """Returns the largest cap for which the effective share of the clamped weights (their effective sample size divided
+    by their number) is at least `min_ess`."""
     ratios = ratios_of(tokens, weight["p"], weight["q"])
 
     def holds(cap: float) -> bool:

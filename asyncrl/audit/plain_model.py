@@ -25,17 +25,19 @@ from asyncrl.user_code import describe_error
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
 LEAST_GRADIENT = 1e-4
-"""An element whose gradient is below this share of the typical one is not judged. Two attention implementations gave
+"""An element of a weight is not compared if its gradient is below this share of the typical gradient (the root mean
+square of all elements). Two attention implementations gave
 gradients that differ by at most 1.5e-5 of the typical one (random Qwen2 models of 0.1 and 1 M parameters)."""
 LARGEST_ROUNDING = 0.1
-"""An element is not judged if gradients that differ by LEAST_GRADIENT change its step by more than this share of the
+"""An element is not compared if gradients that differ by LEAST_GRADIENT change its step by more than this share of the
 tensor's typical step. The measured differences of gradients are 0.15 of LEAST_GRADIENT, so they change a tensor's step
-by less than 1.5 %, unless the optimizer's step jumps, as a sign does. Such a jump is larger than this share."""
+by less than 1.5 %, unless the optimizer's step jumps, as that of a sign function does. Such a jump is larger than this
+share."""
 
 
 class PlainModel:
-    """The model whose `config.json` is in the folder `described`. Its weights are those of the last `load`. With
-    `lora`, the folder also has the frozen weights, and a kept version has those of the adapter."""
+    """The model whose `config.json` is in the folder `described`. Its weights are those of the last call of `load`.
+    With `lora`, the folder also has the frozen weights, and a kept version has only those of the adapter."""
 
     def __init__(self, described: Path, *, lora: LoraSection | None) -> None:
         self._lora = lora
@@ -172,8 +174,8 @@ class Moments:
 
     def decided_by_rounding(self, name: str) -> torch.Tensor:
         """Returns True for the elements of a tensor whose gradients were nearly 0, but not 0, in the steps so far.
-        AdamW divides a gradient by its own size, so rounding decides in which direction such an element moves: an
-        example are the biases of keys, which attention without positions does not see."""
+        AdamW divides a gradient by its own size, so rounding decides in which direction such an element moves. An
+        example are the biases of keys, which do not change the result of attention without position embeddings."""
         sizes = {name: (second / (1 - self._settings.betas[1] ** self._steps[name])).sqrt()
                  for name, second in self._second.items()}  # fmt: skip
         if name not in sizes:
@@ -185,10 +187,10 @@ class OwnOptimizer:
     """An optimizer of the user's own (`learner.optimizer.name`) in this process, for whole tensors in float64.
     It begins without state. Raises NotPossible if the user's code fails here.
 
-    It is made three times. The second and the third one get gradients that are larger and smaller by the share
-    LEAST_GRADIENT of the typical one, so their steps show which elements rounding decides. The size of a gradient would
-    not show it for every optimizer: Lion moves an element by the sign of 0.9 m + 0.1 g, which may be nearly 0 although
-    the momentum m and the gradient g are not.
+    The user's optimizer is created three times. The second and the third one get gradients that are larger and smaller
+    by the share LEAST_GRADIENT of the typical one, so their steps show which elements rounding decides. The size of a
+    gradient would not show it for every optimizer: Lion moves an element by the sign of 0.9 m + 0.1 g, which may be
+    nearly 0 although the momentum m and the gradient g are not.
     """
 
     def __init__(self, settings: OptimizerSection) -> None:
@@ -197,7 +199,8 @@ class OwnOptimizer:
         self._undecided: dict[str, torch.Tensor] = {}
 
     def step(self, values: Tensors, gradient: Tensors, *, rate: float) -> Tensors:
-        """Does what `Moments.step` does, by a step of the user's optimizer."""
+        """Returns the values of all tensors after a step of the user's optimizer. The arguments are those of
+        `Moments.step`."""
         if not self._made:
             self._made = [_Made.of(values, self._settings) for _ in range(3)]
         share = min(1.0, self._settings.max_grad_norm / (norm_of(gradient) + 1e-6))
@@ -215,8 +218,8 @@ class OwnOptimizer:
         return found
 
     def decided_by_rounding(self, name: str) -> torch.Tensor:
-        """Returns True for the elements of a tensor that one of the steps so far moved by another amount if the
-        gradients differed by as much as rounding may change them."""
+        """Returns True for the elements of a tensor that, in one of the steps so far, move by a clearly different
+        amount if the gradients differ by as much as rounding may change them."""
         return self._undecided[name]
 
 
@@ -259,8 +262,8 @@ def _typical(tensors: Tensors) -> float:
 
 
 def sequences_of(row: Mapping[str, torch.Tensor], *, branches: str) -> list[tuple[int, int]]:
-    """Returns where each sequence of a row begins and ends. The row is one sequence, or one for each of its branches,
-    whose numbers are in the column `branches`."""
+    """Returns where each sequence of a row begins and ends. The row is one sequence, or has one for each branch of an
+    agent's episode. The column `branches` then has the number of each token's branch."""
     length = int(row["input_lengths"])
     numbers: Sequence[int] = row[branches][:length].tolist() if branches in row else [0] * length
     starts = [at for at in range(length) if at == 0 or numbers[at] != numbers[at - 1]]

@@ -1,8 +1,8 @@
 """Check 5 of the audit: computes the steps of a run again, from the weights and batches that it kept.
 
-The audit starts the policy's ranks as a run does. They train each surviving step again, from the first one on, through
-the stages of the learner's loop. Every number must be the recorded one, bit by bit. Then they load the weights of each
-version and score the tokens that were sampled with it.
+The audit starts the policy's ranks as a run does. The ranks train each surviving step (one that no restart has undone)
+again, from the first one on, through the stages of the learner's loop. Every number must be the recorded one, bit by
+bit. Then the ranks load the weights of each version and score the tokens that were sampled with it.
 """
 
 import asyncio
@@ -55,10 +55,11 @@ _PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 def steps_replay(history: History, *, trust: bool = False) -> str:
     """Check 5: the kept batches are those that were trained; each step computed again gives the recorded loss, gradient
     norm and weights, and the kept advantages and log-probs, bit by bit; and every trained token has its sampling
-    log-prob under the kept weights of its version, within the run's own limit for the parity of on-policy tokens.
+    log-prob under the kept weights of its version, within the limit that the run has for the difference of its engines'
+    and its learner's log-probs.
 
-    The ranks import the loss, the advantage and the optimizer that the run's config names. Without `trust`, such a run
-    has no replay.
+    The ranks import the loss, the advantage and the optimizer that the run's config names. If the config names such
+    code, the check raises NotPossible without `trust`.
     """
     kept = kept_steps(history)
     config = read_config(history.directory)
@@ -70,8 +71,8 @@ def steps_replay(history: History, *, trust: bool = False) -> str:
     _check_same_conditions(history, config)
     if not Path(config.model.path).is_dir() and cached_files(config.model.path) is None:
         raise NotPossible(
-            f"model.path = {config.model.path}, from which the run began, is not on this machine, or another folder is "
-            "the current one; check 6 needs only the run's directory (--witness-steps)"
+            f"model.path = {config.model.path}, from which the run began, is not on this machine, or is relative to "
+            "another current folder; check 6 needs only the run's directory (--witness-steps)"
         )
     with _policy(config) as policy:
         if history.forked_from is not None:
@@ -111,8 +112,8 @@ def _check_same_conditions(history: History, config: Config) -> None:
 
 
 def _kept_start(kept: KeptSteps, first: TrainedStep) -> Version:
-    """Returns the version with whose kept weights a fork began, for it did not begin with the model at `model.path`.
-    Raises NotPossible if they were not kept."""
+    """Returns the version of the kept weights with which a fork began: a run that began with weights of another run,
+    not with the model at `model.path`. Raises NotPossible if they were not kept."""
     version = Version(first.incarnation, first.step)
     if version not in kept.versions():
         raise NotPossible(f"the weights of version {version}, with which the fork began, were not kept")
@@ -121,12 +122,12 @@ def _kept_start(kept: KeptSteps, first: TrainedStep) -> Version:
 
 @contextmanager
 def _policy(config: Config) -> Iterator[TQPolicy]:
-    """Starts the policy's ranks on a Ray of their own."""
+    """Starts a local Ray cluster and the policy's ranks on it. Stops both at the end of the block."""
     policy = TQPolicy(config, model_path=config.model.path, dp_cfg=config.data_plane)
     try:
         start_local(config, generators=0, command=AUDIT)
     except RunError as error:
-        raise NotPossible(f"Ray, which computes the steps again, cannot start here: {error}") from error
+        raise NotPossible(f"Ray, whose processes compute the steps again, cannot start here: {error}") from error
     try:
         policy.start()
         learner = config.learner
@@ -202,7 +203,7 @@ def _rescore(
     limits: ParityLimits,
 ) -> list[float]:
     """Scores every trained token under the kept weights of its version. Returns the differences from the sampling
-    log-probs, nats. Raises Counterexample for one above the run's tolerance."""
+    log-probs, nats. Raises Counterexample for a difference above the run's tolerance."""
     spans: dict[Version, list[_Span]] = defaultdict(list)
     for step, (_, rows) in zip(steps, batches, strict=True):
         for version, span in token_spans(step, rows):
@@ -231,12 +232,12 @@ def _rescore(
 
 
 def token_spans(step: TrainedStep, rows: BatchedDataDict) -> Iterator[tuple[Version, _Span]]:
-    """Yields the spans of the trained samples of a step."""
+    """Yields the spans of the trained samples of a step, each with the version that sampled it."""
     columns = (*SCORED_COLUMNS, "generation_logprobs", *extra_fields(rows))
     scored = BatchedDataDict({name: rows[name] for name in columns})
     samples = [(group.group, place, sample) for group in step.groups for place, sample in enumerate(group.samples)]
     for row, (group, place, sample) in enumerate(samples):
-        # The turns of an agent have tokens between them that the model read.
+        # Tokens that the model only read, such as the output of a tool, have no version.
         places = (rows["weight_versions"][row] != NO_VERSION).nonzero().flatten()
         for span in sample.spans if sample.trained else ():
             name = f"sample {place} of group {group}, which step {step.step} trained,"

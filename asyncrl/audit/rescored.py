@@ -32,7 +32,7 @@ def reward_differences(history: History, config: Config) -> Iterator[tuple[float
     """
     if untrusted(config, sections=("environment", "data")):
         raise NotPossible("the configuration names code, programs or servers for the rewards")
-    for key, *_ in changed_settings(history, ("environment.", "data.")):  # the values may be private
+    for key, *_ in changed_settings(history, ("environment.", "data.")):  # the values may be private: not shown
         raise NotPossible(f"{key} was changed when the run was resumed")
     parts = part_configs(config)
     if any(part.environment.agent is not None or part.environment.has_tools for part in parts.values()):
@@ -97,7 +97,7 @@ def _of_part(
 
 
 def _reward(score: Score) -> float | None:
-    """Returns a reward; None if it failed."""
+    """Returns the reward in a score; None if the reward failed."""
     if isinstance(score, DataError):
         return None
     return score.total if isinstance(score, Components) else score

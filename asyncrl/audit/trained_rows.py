@@ -1,4 +1,5 @@
-"""The rows of a kept batch that a step trained, as a model reads them: one sequence, or one for each branch.
+"""The rows of a kept batch that a step trained, as a model reads them: one sequence, or one for each branch of an
+agent's episode.
 
 Legend: S tokens of a row.
 """
@@ -59,7 +60,7 @@ def trained_rows(step: TrainedStep, lease: Lease, rows: BatchedDataDict, kept: S
         row = {name: column[n] for name, column in rows.items()}
         mask_S = row["token_mask"] > 0
         mask_S[0] = False
-        if group.extended:  # tokens beyond the limit of the ticket are masked
+        if group.extended:  # its deadline was extended, and tokens that are older than its limit were masked
             mask_S &= step.step - row["weight_versions"] <= group.max_staleness_versions
         usable_S = mask_S.clone()
         for column in (PREV_LOGPROBS, "generation_logprobs", "advantages"):

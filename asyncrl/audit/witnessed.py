@@ -1,23 +1,24 @@
-"""Check 6 of the audit: repeats the witness for some trained steps, from the kept batches and weights alone.
+"""Check 6 of the audit: computes some trained steps a second time by a plain path (as the run's witness does while it
+trains), from the kept batches and weights alone.
 
-A whole model of transformers with the kept weights passes each row alone, and `asyncrl.witness` has the formulas: no
-Ray, no shards, no packing. No code by which the learner computes log-probs, advantages, the loss, the gradient or new
-weights is used. Shared with the run is what reads the configuration (`build_loss`, `resolve_advantage`, `sample_axes`),
-a lease (`completions_of`), and files; rewards are computed by the run's own scoring process.
+Each row passes alone through a whole model of transformers with the kept weights, and `asyncrl.witness` has the
+formulas: no Ray, no shards, no packing. The check uses no code by which the learner computes log-probs, advantages, the
+loss, the gradient or new weights. It shares with the run the code that reads the configuration (`build_loss`,
+`resolve_advantage`, `sample_axes`), a lease (`completions_of`) and files, and the process that computes rewards.
 
 The checks of a step, in the order in which a reader should look at them: a later one reads what an earlier one checks.
 
     counts      samples and tokens
     rewards     of the samples whose texts the run kept, scored again; not only of the chosen steps
     rows        log-probs at the start of the step that the run kept
-    sampling    sampling log-probs of tokens that the weights before the step sampled
-    kl          recorded KL that the β of a penalty follows
+    sampling    sampling log-probs of the tokens that were sampled with the weights before the step
+    kl          recorded KL by which the β of a penalty is set
     advantages  from the rewards
     rate        recorded learning rates; not only of the chosen steps
     penalty     recorded β of the penalty with `control`; not only of the chosen steps
-    gradient    norm of the loss's gradient of all rows, with the coefficients of the objective's formula
+    gradient    norm of the loss's gradient over all rows, with the coefficients of the objective's formula
     optimizer   the new weights, by AdamW from zero moments; for the first steps of the run. An optimizer of the user's
-                own is called once more, from its start, with whole tensors
+                own is called instead, with whole tensors and no state at first
 """
 
 import math
@@ -82,9 +83,9 @@ def chosen_steps(trained_steps: int, wanted: int) -> tuple[list[int], list[int]]
 def steps_witnessed(
     history: History, *, steps: int, progress: Callable[[str], None], trust: bool = False
 ) -> PlainComputation:
-    """Check 6: computes `steps` of the surviving steps again by a plain path, and compares. Raises NotPossible if the
-    run did not keep what this needs, and Counterexample if a kept batch is not the one that was trained. An optimizer
-    that the run's config names is imported only with `trust`."""
+    """Check 6: computes `steps` of the surviving steps again by a plain path, and compares the numbers with those of
+    the run. Raises NotPossible if the run did not keep what this needs, and Counterexample if a kept batch is not the
+    one that was trained. An optimizer that the run's config names is imported only with `trust`."""
     kept, config = kept_steps(history), read_config(history.directory)
     check_same_settings(history)
     first, others = chosen_steps(len(history.steps), steps)
@@ -173,7 +174,7 @@ class _Witness:
         return tuple(found)
 
     def _read_optimizer(self, *, trust: bool) -> Moments | OwnOptimizer | None:
-        """Returns the optimizer that steps with whole tensors; None for the user's own without `trust`."""
+        """Returns the optimizer for whole tensors; None for an optimizer of the user's own without `trust`."""
         settings = self._config.learner.optimizer
         if settings.own is None:
             return Moments(settings)
@@ -187,8 +188,9 @@ class _Witness:
         return OwnOptimizer(settings)
 
     def _read_objective(self) -> Axes | None:
-        """Returns the axes of the objective; None if the witness has no formula for its derivatives: for a loss of the
-        user, and for bounds of the step that depend on an interpolated policy."""
+        """Returns the axes (the settings) of the objective. Returns None if the witness has no formula for its
+        derivatives: for a loss of the user's own, and for bounds that depend on an interpolated policy and on all
+        tokens of a step."""
         later = "the gradient and the optimizer's step"
         if own_loss(self._config.algorithm) is not None:
             self._left_out.append(f"{later}, because algorithm.loss is your own code")
@@ -202,8 +204,9 @@ class _Witness:
         return axes
 
     def witness(self, step: TrainedStep, *, initial: TrainedStep, consecutive: bool) -> None:
-        """Computes a step again, and compares. With `consecutive`, all earlier steps of the run were computed before,
-        so the optimizer's state is known, and the new weights are compared too. `initial` is the run's first step."""
+        """Computes a step again, and compares its numbers with those of the run. With `consecutive`, all earlier steps
+        of the run were computed before, so the optimizer's state is known, and the new weights are compared too.
+        `initial` is the run's first step."""
         lease, rows = kept_batch(self._kept, step)
         completions = completions_of(lease)
         kept = trained(completions, axes=self._sample_axes, config=self._config)
@@ -239,8 +242,8 @@ class _Witness:
             )
 
     def compare_rates(self, history: History) -> None:
-        """Compares the recorded learning rates of all surviving steps with the schedule. A skipped step is not one of
-        them: it advances neither the number of steps nor the schedule."""
+        """Compares the recorded learning rates of all surviving steps with the schedule. Skipped steps are not
+        compared: they advance neither the number of steps nor the schedule."""
         settings, total = self._config.learner.optimizer, self._config.learner.total_steps
         for step in (each.step for each in history.steps if each.step in self._lines):
             found, rate = self._lines[step].learning_rate, rate_of_step(settings, step=step, total_steps=total)
@@ -248,8 +251,8 @@ class _Witness:
             self._compare("rate", 1, abs(found - rate) / (rate or settings.learning_rate or 1.0), where)
 
     def compare_betas(self, history: History) -> None:
-        """Compares the recorded β of the penalty with `control` in all surviving steps with the one that follows from
-        the recorded KL of the steps before. The gradients are then computed with the latter."""
+        """Compares the recorded β of the penalty with `control` in all surviving steps with the β that follows from the
+        recorded KL of the steps before. Stores the latter, because the gradients are computed with it."""
         chain = ExpectedBeta(self._config)
         for step in (each.step for each in history.steps if chain.value is not None):
             if (line := self._lines.get(step)) is None:
@@ -259,7 +262,8 @@ class _Witness:
             where = f"a penalty of step {step} has β = {found} in steps.jsonl, and the steps before give {expected:.9g}"
             apart = math.inf if found is None else abs(found - expected) / expected
             self._compare("penalty", 1, apart, where)
-            chain.value = expected if found is None else found  # so that the step that went wrong is named
+            # the next β follows from the recorded one, so that only the step with a wrong β differs
+            chain.value = expected if found is None else found
             chain.advance(step, line.kl_nats)
 
     def _load(self, version: Version) -> None:
@@ -287,7 +291,8 @@ class _Witness:
 
     def _logprobs(self, row: TrainedRow, slopes: Derivatives | None = None) -> list[float]:
         """Returns the log-probs of the row's trained tokens by plain passes. With `slopes`, the derivatives of the loss
-        by these log-probs, entropies and centering, also adds the row's gradient to the gradients of the model."""
+        by these log-probs, by their entropies and by their centering, also adds the row's gradient to the gradients of
+        the model."""
         at: dict[int, float] = {}
         by_place = [dict(zip(row.places, each, strict=True)) for each in slopes or ()]
         for sequence in row.sequences:
@@ -345,12 +350,13 @@ class _Witness:
         start: Mapping[int, list[float]],
         reference: Mapping[int, list[float]],
     ) -> None:
-        """Compares the recorded KL that the β of a penalty follows. It is the mean of e^d − 1 − d over all tokens. d is
-        reference − start, or start − behaviour. A difference of a log-prob counts |e^d − 1| times in it."""
+        """Compares the recorded KL by which the β of a penalty is set: the mean of e^d − 1 − d over all tokens. Here, d
+        is the log-prob of the reference minus that at the start of the step, or the latter minus that of the sampler.
+        A small difference of a token's log-prob changes the token's term by |e^d − 1| times this difference."""
         if self._controlled is None:
             return
         if self._objective is None or self._objective["proximal"] == "interpolated":
-            self._leave_out("the KL that a penalty follows, because the proximal policy is interpolated")
+            self._leave_out("the KL by which a penalty is set, because the proximal policy is interpolated")
             return
         of_reference = self._controlled["q"] == "reference"
         apart = [
@@ -396,11 +402,11 @@ class _Witness:
         reference: Mapping[int, list[float]],
     ) -> None:
         rule = self._token_rule
-        assert rule is not None, "the caller has looked"
+        assert rule is not None, "the caller checks this"
         if any(row.unusable for row in rows.values()):
             self._leave_out(
-                "the advantages of steps with a number that is not finite, because the ranks computed them before they "
-                "left the token of this number out"
+                "the advantages of steps with a number that is not finite, because the ranks computed the advantages "
+                "before they left the token with this number out"
             )
             return
         if rule["kl"] is not None and len({outcomes[n] for n in rows}) == 1:
@@ -444,7 +450,7 @@ class _Witness:
         optimizer: Moments | OwnOptimizer | None,
     ) -> None:
         """Computes the updates of a step, and compares the norm of their gradients. With an `optimizer` that has made
-        all earlier steps, also computes and compares the weights after them."""
+        all earlier steps, also computes and compares the weights after the step."""
         learner = self._config.learner
         updates = 1 if len(kept) % (learner.updates_per_step * learner.ranks) else learner.updates_per_step
         if updates > 1 and optimizer is None:
@@ -513,8 +519,8 @@ class _Witness:
         start: Mapping[int, list[float]],
         reference: Mapping[int, list[float]],
     ) -> Axes:
-        """Returns the axes of the objective, with the bounds that depend on all tokens of the step."""
-        assert self._objective is not None, "the caller has looked"
+        """Returns the axes of the objective, with the β and the bounds that they have in this step."""
+        assert self._objective is not None, "the caller checks this"
         axes = with_beta(self._objective, self._betas.get(step.step))
         if not self._has_bounds_of_step:
             return axes
@@ -555,8 +561,8 @@ class _Witness:
     def _compare_changes(
         self, step: TrainedStep, before: Tensors, expected: Tensors, optimizer: Moments | OwnOptimizer
     ) -> None:
-        """Compares the change of each tensor by the plain optimizer (`before` to `expected`) with its change between
-        the kept weights before and after the step."""
+        """Compares the change of each tensor by the plain optimizer (from `before` to `expected`) with its change
+        between the kept weights before and after the step."""
         by = "AdamW's formula" if isinstance(optimizer, Moments) else self._config.learner.optimizer.name
         self._load(step.made)
         found = self._model.values()

@@ -5,8 +5,8 @@ The help text, unit, labels and buckets of a metric are written only here; `numb
 Only `recorders.py` turns a declaration into a prometheus_client object.
 
 The classes `Run`, `Limits` and so on are the sections of docs/metrics.md. Each metric is an attribute of its class. The
-name of the attribute is the name of the metric without the prefix. The type of a metric says how it is recorded, so a
-type checker refuses a metric that does not exist, and an amount for a gauge.
+name of the attribute is the name of the metric without the prefix. The type of a metric says how it is recorded. So a
+type checker refuses a metric that does not exist, and a call that adds an amount to a gauge.
 
 Conventions: the prefix `asyncrl_`, base units, `_total` on counters, and counters instead of gauges of rates. Every
 label has a bounded set of values. Either the values are listed here, or they belong to the user or to another layer
@@ -116,7 +116,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class CounterMetric(Metric):
-    """A counter that gets one amount a call."""
+    """A counter to which each call adds one amount."""
 
     kind = Kind.COUNTER
 
@@ -145,7 +145,7 @@ class AgeMetric(Metric):
 
 @dataclass(frozen=True, slots=True)
 class HistogramMetric(Metric):
-    """A histogram that gets one value a call, by default seconds."""
+    """A histogram to which each call adds one or more values, by default seconds."""
 
     kind = Kind.HISTOGRAM
     buckets: tuple[float, ...] = SECONDS
@@ -153,7 +153,8 @@ class HistogramMetric(Metric):
 
 @dataclass(frozen=True, slots=True)
 class CountsMetric(Metric):
-    """A histogram of versions that gets {value: count} a call, because a step has thousands of tokens."""
+    """A histogram of versions to which each call adds a mapping {value: count}, because a step has thousands of
+    tokens."""
 
     kind = Kind.HISTOGRAM
     buckets: tuple[float, ...] = VERSIONS
@@ -304,7 +305,7 @@ class Generator:
         "asyncrl_generator_samples_total",
         "Samples by the outcome of their group's commit. `failed`: the rollout failed and there was no commit. "
         "`cancelled`: the buffer had ended the ticket, so the rollout was ended too.",
-        # A replica records DUPLICATE as ACCEPTED.
+        # A replica records a commit that was repeated (DUPLICATE) as ACCEPTED.
         {"outcome": (*(each for each in CommitOutcome if each != CommitOutcome.DUPLICATE), "failed", "cancelled")},
     )
     generator_tokens_total = CounterMetric(
@@ -379,9 +380,9 @@ class Buffer:
         "asyncrl_buffer_attempt_tokens_total",
         "Tokens of attempts that ended before their group was finished: of stragglers that begin again, of failed "
         "rollouts, of lost replicas. `tokens_thrown_away`: they were not stored. Stored ones "
-        "(generator.persist_every_tokens) are `tokens_continued` if a later attempt continued them, and the group "
-        "was committed, and `tokens_dropped` if they were too old to be trained in time, were lost with their row "
-        "store, were of lost weights, the whole run was resumed, or an agent did not make the same calls again.",
+        "(generator.persist_every_tokens) are `tokens_continued` if a later attempt continued them and the group was "
+        "committed. They are `tokens_dropped` if they were too old to be trained in time, their row store or their "
+        "weights were lost, the whole run was resumed, or an agent did not make the same calls again.",
         {"event": tuple(sorted(TOKEN_EVENTS))},
     )
     buffer_reserve_wait_seconds = HistogramMetric(
@@ -473,8 +474,8 @@ class Weights:
     weight_broadcasts_total = CounterMetric(
         GENERATOR,
         "asyncrl_weight_broadcasts_total",
-        "Broadcasts of weights (`weights.transport: collective`), by what they were for a replica. `received`: it "
-        "got all bytes. `missed`: it was a member, and lacked bytes when the broadcast ended. `absent`: it was not "
+        "Broadcasts of weights (`weights.transport: collective`), by outcome for a replica. `received`: it got all "
+        "bytes. `missed`: it was a member, and lacked bytes when the broadcast ended. `absent`: it was not "
         "a member, because it had just started, had missed an earlier one, or had not answered in time.",
         {"outcome": ("received", "missed", "absent")},
     )
@@ -490,13 +491,14 @@ class Weights:
     weight_sent_ratio = GaugeMetric(
         LEARNER,
         "asyncrl_weight_sent_ratio",
-        "Bytes sent for the last version, divided by the bytes of all weights. With `weights.delta` below 1.",
+        "Bytes sent for the last version, divided by the bytes of all weights. It is below 1 with `weights.delta`.",
     )
     weight_parity_nats = GaugeMetric(
         LEARNER | GENERATOR,
         "asyncrl_weight_parity_nats",
         "Largest difference between the engine's and the learner's log-prob of a token. The learner compares the "
-        "on-policy tokens of the last step; a generator compares the probe of its last weight update.",
+        "on-policy tokens of the last step; a generator compares the probe of its last weight update: a few token "
+        "sequences that the learner has scored.",
     )
     weight_parity_ratio = GaugeMetric(
         LEARNER | GENERATOR,
@@ -550,7 +552,7 @@ class Learner:
         for number in NUMBERS
         if number.name in GAUGES
     }
-    """Name of a number in steps.jsonl → its gauge."""
+    """Maps the name of a number in steps.jsonl to its gauge."""
     learner_reward_component_mean = GaugeMetric(
         LEARNER,
         "asyncrl_learner_reward_component_mean",
@@ -575,7 +577,7 @@ class Learner:
     learner_heldout_reward_mean = GaugeMetric(
         LEARNER,
         "asyncrl_learner_heldout_reward_mean",
-        "Mean reward of the last evaluation on a held-out set (eval.sets); `heldout` is the one of every run.",
+        "Mean reward of the last evaluation on a held-out set (eval.sets). Every run has the set `heldout`.",
         {"set": None},
         own_unit="reward",
     )
@@ -657,7 +659,7 @@ class Checkpoint:
     checkpoint_duration_seconds = HistogramMetric(
         LEARNER,
         "asyncrl_checkpoint_duration_seconds",
-        "Time of a checkpoint from the moment that it is of until it is complete. The learner trains meanwhile.",
+        "Time from the start of a checkpoint until it is complete. The learner trains meanwhile.",
     )
     checkpoint_wait_seconds = HistogramMetric(
         LEARNER,

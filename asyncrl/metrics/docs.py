@@ -16,7 +16,7 @@ PATH = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def markdown() -> str:
-    """Returns the text of the page. `metrics.md.j2` has its words."""
+    """Returns the text of the page, from the template `metrics.md.j2`."""
     return TEMPLATES.get_template("metrics/metrics.md.j2").render(
         groups=GROUPS, max_open_values=MAX_OPEN_VALUES, numbers=NUMBERS, trackers=TRACKERS, gauges=GAUGES
     )

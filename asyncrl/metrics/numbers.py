@@ -45,20 +45,22 @@ class Line:
 SAME = ""
 
 WITNESSED = {
-    "counts": "the samples and tokens that were trained against those of the lease",
+    "counts": "the trained samples and tokens against those of the step's groups",
     "prompts": "how often a prompt was trained in its epoch against its rows in the data",
     "rows": "log-probs of rows against those of each row alone",
     "advantages": "advantages against those that follow from the rewards",
-    "bounds": "bounds of the objective that depend on the whole step, and a β that follows the steps before, against "
-    "their definitions",
+    "bounds": "bounds of the objective that depend on the whole step, and a β that is set from the steps before, "
+    "against their definitions",
     "coefficients": "derivatives of the loss by each log-prob against the objective's formula",
     "gradient": "the gradient of a drawn group against that of a plain pass",
     "optimizer": "new values of single weights against the optimizer's formula",
-    "frozen": "weights that did not change although the optimizer's moments predict a change",
+    "frozen": "whether weights stayed although the optimizer's moments predict a change",
 }
-"""The checks of the witness by name (`asyncrl.witness.judge`), in the order in which they build on each other."""
+"""What each check of the witness checks, by its name in `asyncrl.witness.judge`. Each check builds on those before
+it."""
 KEPT = frozenset(f"witness_{check}_ratio" for check in WITNESSED)
-"""Numbers whose gauges keep the value of the last step that had them: a scrape may miss a step that is witnessed."""
+"""Numbers whose gauges keep the value of the last step that had them, because only some steps are witnessed, and a
+scrape may miss these steps."""
 WITNESS_PANEL = "Differences that the witness found"
 WITNESS_HELP = (
     "The largest difference of each check of the witness, as a share of what is accepted, in the last step that was "
@@ -159,7 +161,7 @@ def _by_sign(name: str, sign: str, why: str) -> Number:
     return Number(
         key,
         "ratio",
-        f"Share of the tokens with a {sign} advantage that {why}. NaN for a loss by import path.",
+        f"Share of the tokens with a {sign} advantage that {why}. NaN for a loss of your own.",
         "diagnostics",
         panel=(BY_SIGN, f"{name}, {sign}"),
     )
@@ -322,8 +324,8 @@ NUMBERS: tuple[Number, ...] = (
     Number(
         "kl_to_reference_nats",
         "nats",
-        "KL divergence between the proximal policy and the reference policy (its first weights), by the estimator k3. "
-        "NaN when the objective does not use the reference policy.",
+        "KL divergence between the proximal policy and the reference policy (the weights at model.path), by the "
+        "estimator k3. NaN when the objective does not use the reference policy.",
         "train",
         Line(Chart("KL to the reference", "nats"), "kl to the reference"),
         (Panel(LEARNS, "KL to the reference", unit="suffix: nats"), "KL"),
@@ -331,8 +333,8 @@ NUMBERS: tuple[Number, ...] = (
     Number(
         "penalty_beta",
         "",
-        "Coefficient β of the penalty that follows the KL of the steps before (`control` in docs/losses.md). NaN when "
-        "no penalty of the loss has control.",
+        "Coefficient β of a penalty, if it is set from the KL of the steps before (`control` in docs/losses.md). NaN "
+        "when no penalty of the loss has control.",
         "train",
         Line(Chart("Penalty's β"), "β"),
         (Panel(LEARNS, "Penalty's β"), "β"),
@@ -405,8 +407,8 @@ NUMBERS: tuple[Number, ...] = (
         "length_ratio",
         "ratio",
         "Mean completion length of all samples trained so far divided by that of all samples generated so far. Below "
-        "1, long completions are lost more often. A straggler that `staleness.on_deadline: drop` drops counts with the "
-        "tokens that it had. NaN before the first trained sample.",
+        "1, long completions are lost more often. A group that is dropped at its deadline "
+        "(`staleness.on_deadline: drop`) counts with the tokens that it had. NaN before the first trained sample.",
         "length/trained_to_generated_ratio",
         Line(Chart("Length of trained completions", "share of the length of all completions", (1,)), "trained / all"),
         (Panel(HARMS, "Length ratio"), "trained / generated"),
@@ -470,8 +472,8 @@ NUMBERS: tuple[Number, ...] = (
     Number(
         "parity_tokens",
         "tokens",
-        "On-policy tokens of the step, whose log-probs were compared. Without one, the other numbers of parity are "
-        "null.",
+        "On-policy tokens of the step, whose log-probs were compared. If there are none, `parity_nats` and "
+        "`parity_mean_nats` are null, and `parity_ratio` is missing.",
         "staleness",
         gauge=None,
     ),
@@ -479,7 +481,8 @@ NUMBERS: tuple[Number, ...] = (
         "parity_probe_nats",
         "nats",
         "Largest difference between the engine's and the learner's log-prob of a token in the probes of all weight "
-        "updates so far. A probe is compared in steps without on-policy tokens too.",
+        "updates so far. A probe is a few token sequences that both score after an update, so it is compared also in "
+        "steps without on-policy tokens.",
         "staleness",
         gauge=None,
     ),
@@ -495,8 +498,9 @@ NUMBERS: tuple[Number, ...] = (
         Number(
             f"witness_{check}_ratio",
             "ratio",
-            f"The witness: {what}. The largest difference of the step, as a share of what is accepted; above 1 the "
-            "update is not the one that the configuration describes.",
+            f"The witness computes some steps a second time, and checks {what}. The number is the largest difference "
+            "of the step, as a share of what is accepted; above 1 the update is not the one that the configuration "
+            "describes.",
             "witness",
             panel=(Panel(SOUND, WITNESS_PANEL, description=WITNESS_HELP), check),
         )
@@ -513,8 +517,8 @@ NUMBERS: tuple[Number, ...] = (
         "published_bits_ratio",
         "ratio",
         "Share of the published elements whose bits are not those of the publication before, estimated from 1,024 "
-        "elements of each shard. Almost 0 in bfloat16 if the learning rate is below its precision. Steps that publish "
-        "nothing have no such number.",
+        "elements of each shard. Almost 0 in bfloat16 if the learning rate is too small for this precision. Steps that "
+        "publish nothing have no such number.",
         "diagnostics",
         gauge=None,
     ),
@@ -525,7 +529,13 @@ NUMBERS: tuple[Number, ...] = (
         "than 1; packed rows that share a prompt make it larger than 1.",
         "diagnostics",
     ),
-    Number("duration_s", "seconds", "Time from the lease to the ack or skip.", "speed/step_duration_s", gauge=None),
+    Number(
+        "duration_s",
+        "seconds",
+        "Time of the step from its lease, with which the learner gets the groups, to its ack or skip.",
+        "speed/step_duration_s",
+        gauge=None,
+    ),
     Number(
         "model_flops",
         "FLOPs",
@@ -582,7 +592,7 @@ rate of 1e-6 changes about 1 % of them (PULSE, arXiv:2602.03839)."""
 TRACKERS = {
     number.name: number.tracker if "/" in number.tracker else f"{number.tracker}/{number.name}" for number in NUMBERS
 }
-"""Name of a number in steps.jsonl → its name in experiment trackers."""
+"""Maps the name of a number in steps.jsonl to its name in experiment trackers."""
 
 AGENT_NUMBERS = ("turns_mean", "tool_calls_mean", "failed_tool_calls_mean")
 """The numbers about the episodes of agents, which other runs do not have."""
@@ -590,7 +600,7 @@ AGENT_NUMBERS = ("turns_mean", "tool_calls_mean", "failed_tool_calls_mean")
 GAUGES = {
     number.name: f"asyncrl_learner_{number.gauge or number.name}" for number in NUMBERS if number.gauge is not None
 }
-"""Name of a number in steps.jsonl → the name of its gauge."""
+"""Maps the name of a number in steps.jsonl to the name of its gauge."""
 
 
 def tracker_name(name: str) -> str:
@@ -604,7 +614,7 @@ def tracker_name(name: str) -> str:
 
 def charts() -> dict[Chart, list[tuple[Number, Line]]]:
     """Returns the charts of the report's section Learning that `NUMBERS` declares, with the numbers and lines of each.
-    The charts of rewards are not among them."""
+    The charts of rewards are not declared there (`asyncrl.views.report_panels`)."""
     found: dict[Chart, list[tuple[Number, Line]]] = {}
     for number in NUMBERS:
         if number.line is not None:

@@ -165,7 +165,7 @@ class Instruments:
         self._child(self._gauges[gauge.name], gauge, labels).set(float(value))
 
     def begin(self, age: AgeMetric) -> None:
-        """Makes the age count from now on."""
+        """Sets the age to 0. It grows with the clock from now on."""
         if age.name not in self._began_s:
             raise KeyError(age.name)
         self._began_s[age.name] = self._clock()
@@ -382,7 +382,9 @@ class LearnerMetrics(ProcessMetrics):
         in_flight: Mapping[int, int],
         in_buffer: Mapping[int, int],
     ) -> None:
-        """Records the staleness of a step's data. Each argument maps versions to a number of groups or tokens."""
+        """Records the staleness of a step's data. Each argument maps a number of versions to the number of groups with
+        it, and `tokens` to that of tokens. `in_flight` has the versions that passed while a group was generated, and
+        `in_buffer` those that passed while it waited in the buffer."""
         self._instruments.observe_counts(catalogue.Staleness.group_staleness_versions, groups)
         self._instruments.set(catalogue.Staleness.group_staleness_max_versions, max(groups, default=0))
         self._instruments.observe_counts(catalogue.Staleness.token_staleness_versions, tokens)
@@ -427,7 +429,7 @@ class LearnerMetrics(ProcessMetrics):
         self._instruments.observe(catalogue.Checkpoint.checkpoint_wait_seconds, wait_s)
 
     def mirrored(self) -> None:
-        """Records that the mirror has everything now, or that it begins now."""
+        """Records that the mirror (`run.mirror`) has everything that is finished now, or that it begins now."""
         self._instruments.begin(catalogue.Checkpoint.mirror_behind_seconds)
 
     def mirror_failed(self) -> None:
@@ -446,7 +448,7 @@ class LearnerMetrics(ProcessMetrics):
         self._instruments.set(catalogue.Weights.weight_parity_ratio, ratio)
 
     def versions(self, *, learner: int, published: int) -> None:
-        """Records the learner's version and the newest published version, as steps."""
+        """Records the learner's version and the newest published version, as numbers of steps."""
         self._instruments.set(catalogue.Weights.learner_policy_version, learner)
         self._instruments.set(catalogue.Weights.published_policy_version, published)
 
@@ -458,7 +460,7 @@ class LearnerMetrics(ProcessMetrics):
             self._instruments.observe(catalogue.Weights.weight_publish_seconds, seconds, phase=phase)
 
     def weight_delivery(self, *, outcome: str) -> None:
-        """Records the outcome of one attempt to deliver a snapshot of the weights."""
+        """Records the outcome of one attempt to deliver a snapshot of the weights to the generators."""
         self._instruments.add(catalogue.Weights.weight_deliveries_total, 1, outcome=outcome)
 
 
@@ -483,7 +485,7 @@ class GeneratorMetrics(ProcessMetrics):
         self._instruments.set(catalogue.Generator.generator_policy_version, step)
 
     def rollout(self, meta: GroupMeta, *, duration_s: float, scoring_s: float) -> None:
-        """Records a group that was generated and scored, and the time that all of it and its scoring took.
+        """Records a group that was generated and scored, the duration of the whole rollout, and that of its scoring.
 
         The prompt's tokens count once, because the samples of a group share the prompt's key-value cache.
         """
@@ -497,7 +499,8 @@ class GeneratorMetrics(ProcessMetrics):
         )
 
     def samples(self, count: int, *, outcome: str) -> None:
-        """Records the samples of one group with the outcome of its commit, or `failed`."""
+        """Records the samples of one group. `outcome` is that of its commit to the buffer; it is `failed` or
+        `cancelled` for a group without a commit."""
         self._instruments.add(catalogue.Generator.generator_samples_total, count, outcome=outcome)
 
     def rollout_failed(self, *, failure_class: str, reason: str) -> None:
@@ -515,8 +518,9 @@ class GeneratorMetrics(ProcessMetrics):
         tokens: Mapping[str, int],
         part: str = "",
     ) -> None:
-        """Records what the agents of a group did: the calls of each sample, the tool calls of the model and how long
-        each took, the forks by reason, and the tokens by origin."""
+        """Records what the agents of a group did: the calls of the model in each sample (`turns`), the tool calls of
+        the model and how long each took, the changes of a conversation's history (`forks`) by reason, and the tokens
+        by origin."""
         environment = part or self._environment
         self._instruments.observe(catalogue.Agents.agent_turns, *turns, environment=environment)
         self._instruments.add(catalogue.Agents.agent_tool_calls_total, tool_calls, environment=environment)
@@ -540,7 +544,8 @@ class GeneratorMetrics(ProcessMetrics):
         self._instruments.add(catalogue.Reward.reward_failures_total, samples, reason=reason)
 
     def weight_update(self, *, outcome: str, phase_seconds: Mapping[str, float]) -> None:
-        """Records an offered version: the outcome of the update and the duration of each phase."""
+        """Records the update of a replica to a version that the learner offered: its outcome and the duration of each
+        phase."""
         self._instruments.add(catalogue.Weights.weight_updates_total, 1, outcome=outcome)
         for phase, seconds in phase_seconds.items():
             self._instruments.observe(catalogue.Weights.weight_load_seconds, seconds, phase=phase)
@@ -554,15 +559,16 @@ class GeneratorMetrics(ProcessMetrics):
             self._instruments.observe(catalogue.Weights.weight_broadcast_seconds, duration_s)
 
     def parity(self, nats: float, *, ratio: float) -> None:
-        """Records the largest difference of log-probs over the probe of the last weight update, and `ratio`: the number
-        that is compared with a limit (`weights.parity_*`), divided by this limit."""
+        """Records the largest difference of log-probs over the probe of the last weight update (token sequences that
+        the learner has scored), and `ratio`: the number that is compared with a limit (`weights.parity_*`), divided by
+        this limit."""
         self._instruments.set(catalogue.Weights.weight_parity_nats, nats)
         self._instruments.set(catalogue.Weights.weight_parity_ratio, ratio)
 
 
 @never_raises
 class BufferMetrics(ProcessMetrics):
-    """The metrics of the coordinator, whose process has the role `buffer`."""
+    """The metrics of the coordinator, the process that holds the replay buffer. Its role is `buffer`."""
 
     role = Role.BUFFER
     state_seconds = catalogue.Buffer.buffer_state_seconds_total
@@ -588,7 +594,8 @@ class BufferMetrics(ProcessMetrics):
             self._instruments.set(catalogue.Run.replicas, counts.get(state, 0), state=state)
 
     def causes(self, *, quarantines: Mapping[Cause, int], restarts: Mapping[Cause, int]) -> None:
-        """Records how many replicas were quarantined and started again, by cause."""
+        """Records how many replicas were quarantined (got no groups any more), and how many were started again, by
+        cause."""
         for cause, total in quarantines.items():
             self._instruments.raise_to(catalogue.Run.replica_quarantines_total, total, cause=cause.value)
         for cause, total in restarts.items():
@@ -613,9 +620,9 @@ class BufferMetrics(ProcessMetrics):
             self._instruments.raise_to(counter, total, event=event.value)
 
     def reserve_waited(self, seconds: float) -> None:
-        """Records the time that one reserve call waited for tickets."""
+        """Records the time that one call of a replica waited for tickets, the permissions to generate a group."""
         self._instruments.observe(catalogue.Buffer.buffer_reserve_wait_seconds, seconds)
 
     def lease_waited(self, seconds: float) -> None:
-        """Records the time that the learner waited for one lease."""
+        """Records the time that the learner waited for one lease, the groups of a step."""
         self._instruments.observe(catalogue.Buffer.buffer_lease_wait_seconds, seconds)

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 5.0
 
 POLL_S = 0.1
-"""Interval at which the server checks whether it is being closed, and `told` whether it can return."""
+"""Interval at which the server checks whether it is being closed, and at which `told` checks whether it can return."""
 
 LINGER_S = 6.0
 """How long the server stays up after the run has removed its targets. Prometheus scrapes a removed target for up to
@@ -64,8 +64,9 @@ class ServerLimits:
     """Largest number of threads of connections, with those of connections that were ended. Beyond it, a new connection
     is closed at once."""
     watched_s: float = 60.0
-    """A client that has sent no request for this time does not watch the run any more."""
+    """A client that has sent no request for this time counts as gone: the end of the run does not wait for it."""
     discovery_s: float = DISCOVERY_S
+    """Longest time for which the end of a run waits for the clients of `/sd`."""
     clients: int = 16
     """Largest number of clients of `/sd` for which the end of a run waits."""
 
@@ -119,8 +120,8 @@ class MetricsServer:
         return LINGER_S if last_s is not None and time.monotonic() - last_s < self._limits.watched_s else 0.0
 
     async def told(self, *, since_s: float) -> None:
-        """Waits until every client of `/sd` has read the list of targets as it is since `since_s` on the monotonic
-        clock. A run that ends without an error has emptied this list.
+        """Waits until every client of `/sd` has asked for the list of targets at `since_s` (on the monotonic clock) or
+        later. A run that ends without an error has emptied the list by then.
 
         A client counts only if it sent a request for `/sd` in the `watched_s` before `since_s`, and announced that it
         asks again. Returns after `discovery_s` even if a client has not asked again.
@@ -153,7 +154,7 @@ class _Handler(MetricsHandler):
             super().do_GET()
             self.server.scraped_s = time.monotonic()
             return
-        asked_s = time.monotonic()  # before the list is made: it may change while it is made
+        asked_s = time.monotonic()  # before the list is made: the targets may change in the meantime
         body = self.server.discovery()
         if REFRESH_HEADER in self.headers:
             self.server.remember(self.path, asked_s)
@@ -238,8 +239,8 @@ class _Server(ThreadingHTTPServer):
                 self._end(connection)
 
     def _end_oldest(self) -> None:
-        """Ends the oldest connection of the client address with the most connections. So a slow or hostile client does
-        not keep the clients at other addresses out."""
+        """Ends the oldest connection of the client address with the most connections, so that a slow or hostile client
+        does not shut out the clients at other addresses."""
         opened = self._opened.copy()
         counts = Counter(of_it.peer for of_it in opened.values())
         oldest = next((each for each, of_it in opened.items() if counts[of_it.peer] == max(counts.values())), None)

@@ -54,6 +54,6 @@ BUFFER: Mapping[str, Color] = {
     "generators_wait": TEAL,
     "both_wait": ORANGE,
 }
-"""Which side waits for the buffer."""
+"""The states of the process that holds the buffer: which side waits for the buffer."""
 
 STATES: Mapping[str, Color] = {**LEARNER, **GENERATOR, **BUFFER}

@@ -53,8 +53,8 @@ class Going(NamedTuple):
 
 
 class TrackerRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The run of one tracker: its id there, its name, the last step that it got, and the incarnation that was the last
-    to start the tracker."""
+    """The run of one tracker: its id and its name in the tracker, the newest incarnation that started the tracker, and
+    the last step that the tracker got (`sent`)."""
 
     id: str
     name: str
@@ -240,7 +240,7 @@ def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
 
 
 def _report(what: str, error: Exception) -> None:
-    """Logs the error as a warning of one line, and its traceback with the level INFO, which only the log file shows."""
+    """Logs the error as a warning of one line, and the traceback with the level INFO, which only the log file shows."""
     logger.warning("%s: %s: %s", what, type(error).__name__, error)
     logger.info("%s", what, exc_info=error)
 

@@ -18,8 +18,9 @@ class PromptTokens(NamedTuple):
 def prompt_tokens(registry: CollectorRegistry = REGISTRY) -> PromptTokens:
     """Returns the prompt tokens of this process's engine, whose counters are in `registry`; zeros if it has none.
 
-    vLLM counts each sample of a group, when it is scheduled for the first time. It counts neither a sequence that an
-    update computes again nor a request for the log-probs of its prompt (the probe), because neither reads the cache.
+    vLLM counts each sample of a group, when it is scheduled for the first time. It counts neither a sequence that is
+    computed again after a weight update nor a request for the log-probs of a prompt, with which such an update is
+    checked, because neither reads the cache.
     """
     names = [f"{ALL}_total", f"{CACHED}_total"]
     # only these two counters are collected, because this runs in each heartbeat and vLLM has a hundred others

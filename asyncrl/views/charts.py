@@ -1,9 +1,9 @@
 """Makes charts as inline SVG: lines, stacked shares over time, and bars by version. Pure functions.
 
-The functions compute places in SVG units; `chart.html.j2` has the markup. Colours are CSS variables of the page
-(`report.css`). Light mode, dark mode and print therefore need no code here. Each chart contains its numbers as JSON for
-the script of the page, which shows them under the pointer. Without the script, the chart is complete but does not show
-these numbers.
+The functions compute coordinates in SVG units, and `chart.html.j2` has the markup. Colours are CSS variables of the
+page (`report.css`). Light mode, dark mode and print therefore need no code here. Each chart contains its numbers as
+JSON for the script of the page, which shows them under the pointer. Without the script, the chart is complete but does
+not show these numbers.
 """
 
 import math
@@ -34,7 +34,7 @@ LARGEST = 1e300
 """Values of this size or more are not drawn, because the difference of two of them can overflow."""
 
 MOST_VERSIONS = 300
-"""Largest number of bars of one kind in a chart by version. A chart has no width for more, and a damaged record may
+"""Largest number of bars of one kind in a chart by version. A chart is too narrow for more, and a damaged record may
 have any number of versions."""
 
 LIMIT_LABEL_WIDTH = 48
@@ -193,7 +193,8 @@ def version_bars(title: str, counts: Sequence[tuple[str, str, Mapping[int, int]]
     """Returns a chart with bars side by side: the share of each number of versions.
 
     `counts` has (name, colour, {versions: count}) for each kind of bar. `limit` is the staleness limit η, which is
-    drawn as a line; None draws no line. The last of `MOST_VERSIONS` bars stands for all larger numbers too.
+    drawn as a line if it is below `MOST_VERSIONS`; None draws no line. The last of `MOST_VERSIONS` bars stands for all
+    larger numbers too.
     """
     counts = [(name, color, _within(histogram)) for name, color, histogram in counts]
     totals = [sum(histogram.values()) for _, _, histogram in counts]
@@ -305,8 +306,9 @@ def _percent(share: float) -> str:
 
 
 def band_edges(series: Sequence[Series], values: Sequence[float]) -> list[float]:
-    """Returns the edges of all bands, each at most as far from the lines' `values` as these are from each other. The
-    interval of two runs is some ten times as wide as their distance, and would leave a flat line of the curves."""
+    """Returns the edges of all bands. An edge beyond the lines' `values` by more than their range is moved to this
+    distance: the interval of two runs is about ten times as wide as the distance of the runs, so with all of it the
+    curves would look flat."""
     edges = [edge for one in series for interval in one.band if interval is not None for edge in interval]
     edges = [edge for edge in edges if abs(edge) < LARGEST]
     if not values or not edges:
@@ -377,7 +379,7 @@ def _four_digits(value: float | None) -> float | None:
 
 
 def _figure(title: str, unit: str, **parts: Any) -> Markup:
-    """Returns the chart with these parts of `chart.html.j2`. A chart that is `empty` only shows this text."""
+    """Returns the chart with these parts of `chart.html.j2`. A chart with the part `empty` shows only this text."""
     frame = {"left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM}
     lists = dict.fromkeys(("areas", "bands", "bars", "lines", "legend", "marks"), ())
     others = dict.fromkeys(("empty", "level", "border", "numbers"))

@@ -36,7 +36,7 @@ GAP, TITLE_HEIGHT, LEGEND_LINE = 24, 24, 18
 """Lengths in the SVG file, in SVG units: between charts, of a chart's title, and of a line of the legend."""
 
 COLUMN_GAP, LONGEST_CELL = 2, 20
-"""Characters in a terminal: between columns, and of the value of a setting."""
+"""Numbers of characters in a terminal: between columns, and at most of a shown value of a setting."""
 
 
 def compare_html(groups: Sequence[Group], *, by: Sequence[str] = ()) -> str:
@@ -128,15 +128,15 @@ def write_output(option: str, output: Path, content: bytes) -> None:
 
 def terminal_tables(groups: Sequence[Group], *, by: Sequence[str] = (), width: int) -> list[Table]:
     """Returns the numbers as tables for a terminal of `width` characters: with `by` those of the groups and their
-    differences, else the totals of the runs. More runs than a terminal has room for as columns are rows, as groups are.
-    A table of rows has the columns that fit, and below it the number of those that are left out."""
+    differences, else the totals of the runs. Up to `len(RUN_COLORS)` runs are columns. If there are more, each run is a
+    row, as each group is; the table then has the columns that fit, and its caption the number of the other columns."""
     if not by and len(groups) <= len(RUN_COLORS):
         return [_table(["", *(group.label for group in groups)], totals(all_runs(groups)))]
     head, rows = group_table(groups)
     label, runs, *numbers = map(list, zip(head, *([row.name, *row.values] for row in rows), strict=True))
     learned = [column for column in numbers if column[0].startswith(("reward", "held-out reward"))]
     differing = [[row.name.rpartition(".")[2], *map(_cut, row.values)] for row in settings_that_differ(groups, by=by)]
-    # the label of a group of --by has the settings in which it differs, that of a single run has its name
+    # with --by, the label of a group has the settings in which it differs; without, the label is the run's name
     first = [runs, *learned] if by else [*learned, *differing]
     tables = [_fitting(label, [*first, *(column for column in numbers if column not in learned)], width=width)]
     if by and (rows := difference_rows(groups)):

@@ -1,6 +1,6 @@
 """Makes the charts of `asyncrl compare`: a line for each run, or for each group of runs with a band around their mean.
 
-Each curve is drawn over three quantities: steps, which compares how much a step teaches, trained tokens, and time,
+Each curve is drawn three times: over steps, which compares how much a step teaches, over trained tokens, and over time,
 which compares how much an hour teaches.
 """
 
@@ -54,7 +54,7 @@ Curve = Sequence[tuple[float, float]]
 
 
 class Figure(NamedTuple):
-    """A chart with what its caption says: its lines, the name of its x axis, and its SVG."""
+    """A chart: its title and unit (`chart`), its lines, the name of its x axis, and its SVG."""
 
     chart: Chart
     lines: Sequence[Series]
@@ -83,8 +83,8 @@ def curves(groups: Sequence[Group], axis: Axis) -> Iterator[Figure]:
 
 
 def _line_of(group: Group, points_of: Points, place: Callable[[Point], float | None]) -> Series | None:
-    """Returns the line of a group; None if it has no points. The line of several runs is their mean with its
-    t-interval as a band, where all of them have values."""
+    """Returns the line of a group; None if it has no points. The line of several runs is their mean, with its
+    t-interval as a band, over the part of the axis where all of them have values."""
     points = [[(place(point), point.value) for point in points_of(run)] for run in group.runs]
     draw = partial(Series, name=group.label, color=group.color, dash=group.dash)
     if len(points) == 1:
@@ -115,8 +115,8 @@ def _known(points: Sequence[tuple[float | None, float | None]]) -> Curve:
 
 
 def common_places(found: Sequence[Curve]) -> list[float]:
-    """Returns the places of all curves, between the last of their starts and the first of their ends; of many, at most
-    `CURVE_POINTS`. Beyond these, the mean would jump where a run begins or ends."""
+    """Returns the x coordinates of the points of all curves, in the range that all curves cover; if there are many, at
+    most `CURVE_POINTS` of them. Outside of this range, the mean would jump where a run begins or ends."""
     first, last = max(curve[0][0] for curve in found), min(curve[-1][0] for curve in found)
     places = sorted({x for curve in found for x, _ in curve if first <= x <= last})
     return places[:: -(len(places) // CURVE_POINTS + 1)][::-1]
@@ -184,4 +184,4 @@ CURVES: Sequence[tuple[Chart, Points]] = (
     _as_in_report("ess_ratio"),
     _as_in_report("entropy_nats"),
 )
-"""The curves of every run, in the order of their charts. Those of held-out rewards follow the first."""
+"""The curves of every run, in the order of their charts. The charts of held-out rewards come after the first one."""

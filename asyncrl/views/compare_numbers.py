@@ -23,7 +23,7 @@ the group that was subtracted."""
 
 
 class Total(NamedTuple):
-    """A number of a run's summary. `tested` is whether groups are compared by it."""
+    """A number of a run's summary. `tested` is whether a test of the difference of groups is shown for it."""
 
     name: str
     read: Callable[[Summary], float | None]
@@ -68,11 +68,11 @@ COST_PARTS = {
     "again_s": ", steps that were trained again",
     "skipped_s": ", steps that were skipped",
 }
-"""The numbers of a pool's cost (`PoolCost`), with what follows the unit and the pool in their names."""
+"""The fields of a pool's cost (`PoolCost`), each with the end of its name in tables, after the unit and the pool."""
 
 
 def _cost_pools(runs: Sequence[Compared]) -> list[tuple[Pool, Device]]:
-    """Returns the pools of the runs whose costs are known, with what each counts."""
+    """Returns the pools of the runs whose costs are known, each with the kind of device that it counts."""
     return [*dict.fromkeys((spent.pool, spent.device) for run in runs for spent in run.summary.costs)]
 
 
@@ -88,8 +88,8 @@ def _cost_text(total: Summary, *, pool: Pool, device: Device, part: str) -> str:
 
 
 def _heldout_numbers(runs: Sequence[Compared]) -> list[tuple[str, str | None]]:
-    """Returns pairs (held-out set, number of its newest evaluation) that at least one run has. The first number of a
-    set is None, which stands for its reward."""
+    """Returns pairs (name of a held-out set, name of a number of its newest evaluation) that at least one run has. The
+    first name of each set is None, which stands for its reward."""
     sets = [(name, ends) for run in runs for name, ends in run.summary.heldout_ends().items()]
     numbers = {
         name: dict.fromkeys(of for other, ends in sets if other == name for of in ends.numbers) for name, _ in sets

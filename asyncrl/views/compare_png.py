@@ -27,7 +27,7 @@ DASHES: Sequence[Any] = ("solid", (0, (7, 3)), (0, (2, 3)), (0, (9, 3, 2, 3)))
 LINE_WIDTH = 1.4
 BAND_OPACITY = 0.18
 PLAIN: dict[str, Any] = {"parse_math": False}
-"""A name of a run may contain dollar signs, which are no formulas."""
+"""Options of a text. A run's name may contain dollar signs, which matplotlib would read as a formula."""
 
 
 def compare_png(groups: Sequence[Group], *, colors: Mapping[str, str]) -> bytes:
@@ -49,7 +49,7 @@ def compare_png(groups: Sequence[Group], *, colors: Mapping[str, str]) -> bytes:
     for text in legend.get_texts():
         text.set_parse_math(False)
     file = io.BytesIO()
-    with warnings.catch_warnings(action="ignore"):  # characters that the font lacks are boxes
+    with warnings.catch_warnings(action="ignore"):  # matplotlib warns of characters without a glyph, and draws boxes
         image.savefig(file, format="png")
     return file.getvalue()
 

@@ -15,12 +15,13 @@ from asyncrl.views.short_values import as_text, digest, short_text
 
 RUN_COLORS = ("blue", "amber", "green", "violet", "red", "teal", "rose", "gray")
 OWN_KEYS = ("run.name", "run.dir", "run.mirror", "metrics.learner_port", "metrics.project", "ray.address")
-"""Settings that name a run, its places or its ports. They say nothing about how a run trains, so they are not
-compared."""
+"""Settings that name a run, its directories and addresses, or its ports. They do not change how a run trains, so they
+are not compared."""
 UNKNOWN = "–"
 _MISSING = object()
 LONGEST_LABEL = 60
-"""Characters of a group's settings in its label. With more, the label has the first ones and a hash of all."""
+"""Largest number of characters of a group's label. If its settings need more, the label has the first settings and a
+hash of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +82,11 @@ def read_compared(
     `info_of` returns the content of run.json for a directory. For a run that was killed it has the state `died`, while
     the file still says `running`.
 
-    `names` are the words with which the user named the directories, by default their paths: for the URL of a mirror,
-    the path is that of a temporary directory.
+    `names` are the words with which the user named the directories, by default their paths. They differ for the URL of
+    a mirror, whose path is that of a temporary directory.
 
     Raises ConfigError if there are not two different directories and names, or if no run has a setting of `by`. Raises
-    RunError if one is not a run directory, or if its run has trained no step.
+    RunError if a directory is not a run directory, or if its run has trained no step.
     """
     if len(paths) < 2:
         raise ConfigError(f"asyncrl compare: got {len(paths)} run, but it compares two or more; name other runs")
@@ -167,8 +168,8 @@ def _label(settings: Mapping[str, object]) -> str:
 def _differing(configs: Sequence[Config], *, by: Sequence[str]) -> list[dict[str, object]]:
     """Returns the settings in which the configurations differ, by dotted key, for each configuration.
 
-    A setting that some configuration does not have, such as an option of a loss of one's own, is part of the innermost
-    section or mapping that all of them have: `algorithm.loss` is `aipo` in one, and a mapping in another.
+    If some configuration does not have a setting, such as an option of a user's own loss, the innermost section or
+    mapping that all configurations have stands for it: `algorithm.loss` is `aipo` in one, and a mapping in another.
     """
     trees = [config.model_dump(mode="json") for config in configs]
     keys = dict.fromkeys(_in_all(row.name, trees) for row in differences(configs, but=by))
@@ -190,8 +191,8 @@ def _at(tree: object, key: str) -> object:
 
 
 def differences(configs: Sequence[Config], *, but: Sequence[str] = ()) -> list[Row]:
-    """Returns the settings in which the configurations differ, each with its value in each of them, without those of
-    `but`. Dotted keys of the first configuration come first, in the order of the schema."""
+    """Returns the settings in which the configurations differ, each with its value in each configuration. Settings that
+    `but` names are left out. Dotted keys of the first configuration come first, in the order of the schema."""
     flat = [flat_config(config) for config in configs]
     rows = []
     for key in dict.fromkeys(key for settings in flat for key in settings):

@@ -15,14 +15,16 @@ from asyncrl.learner.records import EvalRecord, StepRecord, largest, mean
 from asyncrl.views.setting import Setting
 
 RECENT_STEPS = 20
-"""The headline and the live view cover this many last steps. In all views, the share of groups with equal rewards
-covers them too."""
+"""The headline and the live view cover this many last steps. Some numbers cover them in all views, such as the
+share of groups with equal rewards."""
 TREND_STEPS = 200
 """Rules about a trend look at this many last steps: the live view is made twice a second, also in a long run."""
 BLOCK_STEPS = 5
-"""A mean over this many steps is one point of a trend, so that an average of the last points exists after ten steps."""
+"""A mean over this many steps is one point of a trend, so that after ten steps the last point can be compared with the
+first one."""
 NEAR_HIGHEST = 0.1
-"""A mean reward that is below the highest one by at most this share of the range of rewards counts as the highest."""
+"""A mean reward counts as the highest reward if it is below it by at most this share of the range of the run's
+rewards."""
 FORGIVEN_STEPS = 2
 """So many steps in a row without the fault are needed to end it, because a single step has few samples."""
 
@@ -42,7 +44,7 @@ class Evidence:
 
     - `steps` are all steps, `evals` all evaluations.
     - `recent` are the trained ones of the last `RECENT_STEPS` steps, `trend` those of the last `TREND_STEPS`.
-    - `first` and `last` are the first and the last `BLOCK_STEPS` trained steps of the run. They are empty while they
+    - `first` and `last` are the first and the last `BLOCK_STEPS` trained steps of the run. Both are empty while they
       would have a step in common.
     - `groups` maps the fates of groups to their numbers, `failures` the reasons of failed groups.
     """
@@ -160,6 +162,6 @@ def distance(one: Level, other: Level) -> float:
 
 
 def blocks(steps: Sequence[StepRecord]) -> list[Sequence[StepRecord]]:
-    """Returns the steps in blocks of `BLOCK_STEPS`, the last one with the last step. The first steps that do not fill a
-    block are left out."""
+    """Returns the steps in blocks of `BLOCK_STEPS`. The last block ends with the last step, and first steps that do not
+    fill a block are left out."""
     return [steps[start : start + BLOCK_STEPS] for start in range(len(steps) % BLOCK_STEPS, len(steps), BLOCK_STEPS)]

@@ -4,9 +4,9 @@ All views show the same headline. It is the first health note (`asyncrl.views.he
 says which side waits for the other (`bottleneck`).
 
 When one side waits, the other side limits the run. When both sides wait, the limit is between them: the staleness
-limit, the buffer's capacity, or the publication of weights. A setting of these is therefore recommended only when the
-learner waits and generators are blocked by it. A learner that never waits would gain nothing. The time that processes
-take to start does not count.
+limit, the buffer's capacity, or the publication of weights. To change a setting of these is therefore recommended only
+when the learner waits and generators are blocked by it. A learner that never waits would gain nothing. The time that
+processes take to start does not count.
 """
 
 from collections.abc import Mapping
@@ -78,7 +78,7 @@ OTHER_WAITS = {
 }
 
 HELD_BACK = ("blocked_on_staleness", "blocked_on_capacity", "starved_of_prompts")
-"""States in which a generator has a free slot but gets no ticket."""
+"""States in which a generator has a free slot but gets no permission (ticket) to start a group."""
 
 
 def headline(run: RunView) -> Headline | None:
@@ -119,7 +119,7 @@ def bottleneck(
         return _of_the_learner(generator_shares, waiting, room)
     blocked = generator_shares.get("blocked_on_staleness", 0.0)
     other = max(OTHER_WAITS, key=lambda state: generator_shares.get(state, 0.0))
-    # if slots wait for agents more than for the engine, more generators would only wait for the same code
+    # if slots wait for agents' code more than for the engine, more generators would only wait for the same code
     slow_agents = other == "waiting_for_environment" and generator_shares[other] >= max(
         NOTABLE_SHARE, blocked, generator_shares.get("generating", 0.0)
     )
@@ -151,7 +151,8 @@ def bottleneck(
 
 
 def _of_the_learner(generator_shares: Mapping[str, float], waiting: float, room: bool | None) -> Bottleneck:
-    """Returns the bottleneck of a run whose learner does not wait: more generated groups would only wait for it."""
+    """Returns the bottleneck of a run whose learner does not wait. More generated groups would only wait for the
+    learner."""
     blocked = sum(generator_shares.get(state, 0.0) for state in HELD_BACK)
     if blocked < NOTABLE_SHARE:
         return Bottleneck(

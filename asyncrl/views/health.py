@@ -1,9 +1,9 @@
 """The health notes of a run: what is wrong with its training, since when, why, and where to look.
 
 `RULES` has a rule for each subject (`Concern`), the most urgent first. A rule has a function that finds the fault in
-the records, its limits with a reason each, the likely causes in their order, the command to look, and the faults that
-explain it. `notes_of` applies all rules. A fault that another one explains is no note of its own: it is folded
-under that note.
+the records, its limits with a reason each, the likely causes in their order, a command that shows more, and the faults
+that explain it. `notes_of` applies all rules. A fault that another one explains gets no note of its own: the note of
+the explaining fault lists it.
 
 All views, the summary and the metrics show the notes of `notes_of`, and the headline of a run is its first note. The
 notes depend on the records only, so a running process and a reader of its directory find the same.
@@ -23,8 +23,8 @@ from asyncrl.views.health_finds import Finding, Limit
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A likely cause with the setting to change. It is named if `when` is true of the run. `condition` says in words
-    when that is; empty if always. `{tags}` stands for the tags that rewards do not see."""
+    """A likely cause with the setting to change. A note names it if `when` is true for the run. `condition` says in
+    words when that is; empty if always. In `text`, `{tags}` stands for the tags that rewards do not see."""
 
     text: str
     condition: str = ""
@@ -33,7 +33,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """How a note is found, and what it says. `shows` says in words when it appears. `look` is a command, in which
+    """How a note is found, and what it says. `shows` says in words when the note appears. `look` is a command, in which
     `{run}` and `{step}` stand for the run and the first step of the note. `follows_from` names faults that
     explain this one."""
 
@@ -77,7 +77,8 @@ def _cut_later(seen: Evidence) -> bool:
 
 
 def _reward_fails(seen: Evidence) -> bool:
-    """Failures of trained groups' samples are of the reward; those of groups have their reasons, if these are known."""
+    """Whether all known failures are of the reward. Samples of trained groups fail only by their reward. Failed groups
+    have recorded reasons, unless these are not known."""
     if find.failed_share(seen.groups) <= find.MANY_FAILURES.value:
         return True
     return bool(seen.failures) and all(reason.startswith("reward_") for reason in seen.failures)
@@ -131,7 +132,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         concern=Concern.NOT_VERIFIED,
-        shows="the witness found another update than it should be",
+        shows="the witness found an update that is not the configured one",
         finds=find.not_verified,
         limits=(find.ACCEPTED,),
         causes=(
@@ -283,7 +284,9 @@ RULES: tuple[Rule, ...] = (
                 "if the falling component is what you want: the rising one is easier to get, so lower its weight in "
                 "environment.rewards"
             ),
-            Cause("it pays for wrong answers too: pay it for right answers only, in one reward of your own"),
+            Cause(
+                "the rising one is paid for wrong answers too: pay it for right answers only, in one reward of your own"
+            ),
         ),
         look=THEN,
     ),
@@ -372,7 +375,8 @@ def notes_of(seen: Evidence) -> tuple[Note, ...]:
 
 
 def _root(concern: Concern, found: dict[Concern, tuple[Rule, Finding]]) -> Concern:
-    """Returns the fault that explains this one, and that no other found fault explains."""
+    """Returns the fault that explains this one, directly or through others, and that no other found fault explains. It
+    is the fault itself if no found fault explains it."""
     rule, _ = found[concern]
     cause = next((other for other in rule.follows_from if other in found), None)
     return concern if cause is None else _root(cause, found)

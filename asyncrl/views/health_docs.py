@@ -16,7 +16,7 @@ PATH = Path(__file__).parents[2] / "docs" / "health.md"
 
 
 def markdown() -> str:
-    """Returns the text of the page. `health.md.j2` has its words."""
+    """Returns the text of the page, from the template `health.md.j2`."""
     return TEMPLATES.get_template("views/health.md.j2").render(
         rules=RULES, recent=RECENT_STEPS, block=BLOCK_STEPS, trend=TREND_STEPS
     )

@@ -40,11 +40,11 @@ class Finding:
 
 LEAST_STEPS = Limit(3, "in one or two steps, a mean says little about the run")
 LEAST_SAMPLES = Limit(256, "a model that is right once in 100 answers has a right one among so many")
-MANY_STEPS = Limit(8, "small steps are judged too, before the tenth one")
+MANY_STEPS = Limit(8, "so many steps are enough also if they have few samples")
 MOSTLY_CUT = Limit(0.7, "reasoning models start with up to half of their answers cut, and learn to end them")
 MOSTLY_EQUAL = Limit(0.9, "with fewer groups that teach, a step has almost no gradient")
 MANY_FAILURES = Limit(0.05, "some failures are normal where rewards call other services")
-ACCEPTED = Limit(1.0, "the difference is a share of the accepted one")
+ACCEPTED = Limit(1.0, "the difference is measured as a share of the accepted one")
 LOW_ESS = Limit(0.3, "few tokens dominate a step; the alert AsyncrlESSCollapse has the same limit")
 HIGH_KL = Limit(0.3, "healthy recipes with a staleness of 3 versions have at most 0.1 nats as the median of 20 steps")
 FEW_BITS = Limit(LEAST_PUBLISHED_BITS, "in bfloat16, a rate of 1e-6 changes about 1 % of the elements in a step")
@@ -54,7 +54,7 @@ NO_CALLS = Limit(0.02, "with one call in 50 episodes, almost no group compares a
 ONE = Limit(1.02, "with a second turn in one of 50 episodes, almost no group compares several turns with one")
 LOST_ENTROPY = Limit(0.3, "healthy recipes that lose as much have higher rewards by then")
 GROWN_ENTROPY = Limit(2.0, "a policy that learns becomes more certain; twice the entropy is noise")
-LOST_LENGTH = Limit(0.4, "answers of less than half of their length leave out steps")
+LOST_LENGTH = Limit(0.4, "answers of less than half of their length leave out parts of the solution")
 EMPTY = Limit(1.1, "tokens: one token is the end alone, so the answer is empty, and higher rewards do not excuse it")
 GROWN_LENGTH = Limit(2.0, "answers of twice the length cost twice the time, and higher rewards do not pay for it")
 LEAST_GAIN = Limit(0.1, "a smaller gain, as a share of the range of rewards, is not progress")
@@ -93,13 +93,14 @@ def by_reason(failures: Mapping[str, int]) -> str:
 
 
 def _enough(seen: Evidence) -> bool:
-    """Whether the recent steps are enough for a statement about their level."""
+    """Whether there are enough recent steps for a statement about their mean."""
     return len(seen.recent) >= LEAST_STEPS.value
 
 
 @dataclass(frozen=True, slots=True)
 class _Above:
-    """Whether a number of a step is above a limit, or below it; None for a step that does not have the number."""
+    """Whether a number of a step is above a limit, or below it with `below`. None for a step that does not have the
+    number."""
 
     number: str
     limit: Limit
@@ -169,8 +170,8 @@ def failures(seen: Evidence) -> Finding | None:
 
 
 def unchanged(seen: Evidence) -> Finding | None:
-    """With a rate of 0, weights that stay are what the configuration asks for, and no fault. The start of the run says
-    that they stay."""
+    """Finds skipped steps, and updates that do not change the weights. With a learning rate of 0, unchanged weights are
+    what the configuration asks for, so they are no fault. A message at the start of the run says that they stay."""
     if (skipped := _skipped(seen)) is not None or seen.setting.learning_rate == 0:
         return skipped
     return _few_bits(seen) or _tiny_rate(seen)
@@ -190,8 +191,9 @@ def _skipped(seen: Evidence) -> Finding | None:
 
 
 def _few_bits(seen: Evidence) -> Finding | None:
-    """Steps whose learning rate is low by the schedule do not count, as in the learner's own warning, and neither do
-    steps without a gradient, which has a note of its own."""
+    """Finds updates that change almost no bits of the published weights. Two kinds of steps do not count: those whose
+    learning rate is low because of the schedule, as in the learner's own warning, and those without a gradient, which
+    another note reports."""
     rate = seen.setting.learning_rate or 0.0
     published = [
         record
@@ -210,7 +212,7 @@ def _few_bits(seen: Evidence) -> Finding | None:
 
 
 def _tiny_rate(seen: Evidence) -> Finding | None:
-    """A rate that is low by the schedule does not count."""
+    """Finds a learning rate that is too small. A rate that is low only because of the schedule does not count."""
     rate = largest([record.learning_rate for record in seen.recent])
     if rate is None or not _enough(seen) or max(rate, seen.setting.learning_rate or 0.0) >= TINY_RATE.value:
         return None
@@ -271,7 +273,7 @@ def no_gradient(seen: Evidence) -> Finding | None:
     fact = f"In {percent(ratio)} of the groups of {steps} all rewards are equal"
     if (highest := seen.at_highest_reward) is not None:
         fact += f", and most are {highest:.3g}, the highest reward that the run has seen"
-    else:  # from 0.995 on, the sentence says 100 %
+    else:  # above 0.995, `percent` rounds to 100 %
         fact += f", so there is {'no gradient' if ratio > 0.995 else 'hardly any gradient'}"
     return Finding(number=ratio, fact=fact, since_step=since(seen.steps, _Above("zero_variance_ratio", MOSTLY_EQUAL)))
 
@@ -302,7 +304,8 @@ def one_turn(seen: Evidence) -> Finding | None:
 
 
 def components(seen: Evidence) -> Finding | None:
-    """Finds what holds for the last block, and for the one before if there are three: one block may be chance."""
+    """Finds a component of the reward that falls while another one rises, in the last block of steps. With three blocks
+    or more, both must also hold without the last block, because one block may be chance."""
     found = _components_of(seen, seen.trend)
     short = len(seen.trend) < 3 * BLOCK_STEPS
     return found if short or _components_of(seen, seen.trend[:-BLOCK_STEPS]) is not None else None
@@ -373,7 +376,7 @@ def length(seen: Evidence) -> Finding | None:
 
 
 def _empty(seen: Evidence) -> Finding | None:
-    """Finds answers that became empty, also if the rewards are higher: then the reward pays for empty answers."""
+    """Finds answers that became empty. Higher rewards do not excuse them: then the reward pays for empty answers."""
     tokens = [record.completion_tokens_mean for record in seen.trend[-BLOCK_STEPS:]]
     now, longest = mean(tokens), largest([record.completion_tokens_mean for record in seen.steps])
     if now is None or longest is None or len(tokens) < BLOCK_STEPS or longest < 2 or now >= EMPTY.value:
@@ -426,7 +429,8 @@ def falls(seen: Evidence, number: Number) -> bool:
 
 
 def stale_data(seen: Evidence) -> Finding | None:
-    """Uses the median, because the first step of a run always has fresh data."""
+    """Finds a small effective sample size. Uses the median of the recent steps, because the first step of a run always
+    has fresh data."""
     ratios = [record.ess_ratio for record in seen.recent if record.ess_ratio is not None]
     if len(ratios) < LEAST_STEPS.value or (median := statistics.median(ratios)) >= LOW_ESS.value:
         return None
@@ -438,7 +442,8 @@ def stale_data(seen: Evidence) -> Finding | None:
 
 
 def high_kl(seen: Evidence) -> Finding | None:
-    """Uses the median, because one token with a large ratio makes the estimator k3 of a step large."""
+    """Finds a large KL divergence. Uses the median of the recent steps, because one token with a large ratio makes the
+    estimator k3 of a step large."""
     values = [
         value
         for record in seen.recent
@@ -469,9 +474,9 @@ def heldout(seen: Evidence) -> Finding | None:
 
 
 def _falls_since(evals: Sequence[EvalRecord]) -> EvalRecord | None:
-    """Returns the best evaluation, if the last two are after it, and the rewards fall: each is below the one before,
-    and the last one is below the best one by `WORSE`; or both are below the best one by `CLEAR`, because a reward that
-    is near 0 falls no further."""
+    """Returns the best evaluation before the last two, if the rewards fall after it: each of the last two is below the
+    one before, and the last one is below the best one by `WORSE`. Or both are below the best one by `CLEAR`, because a
+    reward that is near 0 falls no further. Returns None otherwise."""
     if len(evals) < 3:
         return None
     best = max(evals[:-2], key=lambda record: record.reward_mean or -math.inf)

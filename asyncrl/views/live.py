@@ -1,8 +1,7 @@
 """Renders the live view of `asyncrl up` and `asyncrl top`: a panel in a terminal, plain lines elsewhere.
 
-`LiveView` has the run and its present phase. `render` makes a panel from it and `plain_line` a line of text; both are
-pure.
-`LiveDisplay` writes them to the console.
+`LiveView` has the run and its present phase. `render` makes a panel from it, and `plain_line` a line of text; both are
+pure functions. `LiveDisplay` writes the panel or the lines to the console.
 """
 
 import itertools
@@ -102,9 +101,9 @@ def phase_line(view: LiveView) -> str:
 
 
 def sparkline(values: Sequence[float], *, cells: int = BAR_CELLS) -> str:
-    """Returns `values` as a line of at most `cells` bars between their smallest and largest value.
+    """Returns `values` as a line of at most `cells` bars, whose heights go from the smallest value to the largest.
 
-    More values than cells are averaged in parts of equal length.
+    If there are more values than cells, each bar is the mean of a part of the values.
 
     >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7])
     '▁▂▃▄▅▆▇█'

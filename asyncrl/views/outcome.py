@@ -1,4 +1,4 @@
-"""Says how a run ended: its totals, its weights, and the command that continues the training."""
+"""Makes the last lines of a run: its totals, its weights, and the command that continues the training."""
 
 import itertools
 import re
@@ -15,7 +15,8 @@ from asyncrl.views.short_values import LONGEST_NAME
 
 
 def totals_lines(summary: Summary, *, total_steps: int) -> Iterator[str]:
-    """Yields lines about steps, held-out reward, staleness and dropped groups."""
+    """Yields lines about the end of a run: why it stopped early, the held-out rewards, the steps, staleness and dropped
+    groups, what the witness found, restarts, and tokens of attempts that ended."""
     if summary.stop_reason is not None:
         yield f"{summary.stop_reason[:1].upper()}{summary.stop_reason[1:]}."
     elif summary.steps < total_steps:
@@ -43,11 +44,14 @@ def totals_lines(summary: Summary, *, total_steps: int) -> Iterator[str]:
         )
     if summary.witness_failures:
         yield (
-            "NOT verified: the witness found that updates are not those that the configuration describes (steps: "
-            f"{summary.witness_failures}). The errors in the learner's log say what differs"
+            "NOT verified: the witness found that updates are not those that the configuration describes (number of "
+            f"steps: {summary.witness_failures}). The errors in the learner's log say what differs"
         )
     elif summary.witnessed_steps:
-        yield f"verified: the witness computed a group a second time (steps: {summary.witnessed_steps}), and agrees"
+        yield (
+            f"verified: the witness computed a group a second time (number of steps: {summary.witnessed_steps}), and "
+            "agrees"
+        )
     if summary.restarts:
         again = f"{summary.lost_steps} steps were lost and trained again" if summary.lost_steps else "no step was lost"
         yield f"resumed {summary.restarts} time{'s' * (summary.restarts > 1)}, {again}"
@@ -145,7 +149,7 @@ def command_to_go_on(again: Sequence[str], *, config: Config, weights: Path, pyt
     replaced = ("run.name=", "run.mirror=", "model.path=", "model.tiny=", "model.tiny.")
     name, end = _next_name(config)
     changed = [f"run.name={name}"]
-    if (mirror := config.run.mirror) is not None:  # which takes one run only
+    if (mirror := config.run.mirror) is not None:  # a mirror takes one run only
         changed.append(f"run.mirror={_PART.sub('', mirror.rstrip('/'))}{end}")
     changed.append(f"model.path={weights}")
     if config.model.tiny is not None:
@@ -164,8 +168,8 @@ _PART = re.compile(r"-part(\d+)$")
 
 def _next_name(config: Config) -> tuple[str, str]:
     """Returns a name for the run that continues this one, and the end of this name: the next `-part2`, `-part3` … for
-    which there is no directory. A number that the user gave the name, such as the seed in that of a sweep's run, stays:
-    the next number may be the name of another run, also of one that starts later."""
+    which there is no directory. Another number in the name, such as the seed in the name of a sweep's run, stays: the
+    name with the next number may be that of another run, also of one that starts later."""
     stem, part = _PART.sub("", config.run.name), _PART.search(config.run.name)
     for each in itertools.count(int(part[1]) + 1 if part else 2):
         end = f"-part{each}"

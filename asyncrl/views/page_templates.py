@@ -1,4 +1,4 @@
-"""The Jinja environment of the pages: it escapes all values, and a name that is missing is an error."""
+"""The Jinja environment of the HTML pages: it escapes all values, and raises an error for a missing name."""
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 

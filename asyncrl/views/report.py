@@ -105,8 +105,8 @@ class RunRecords:
 
 
 def read_run(path: Path, *, info: RunInfo | None = None) -> RunRecords:
-    """Returns the records of a run directory. `info` replaces what the directory's run.json says. Pass it for a run
-    that was killed: its run.json still has the state `running`.
+    """Returns the records of a run directory. `info` replaces the content of the directory's run.json. Pass it for
+    a run that was killed: its run.json still has the state `running`.
 
     Raises RunError when `path` is not a run directory. Raises ConfigError or RunError when another version of asyncrl
     wrote its files.
@@ -148,9 +148,10 @@ def read_run(path: Path, *, info: RunInfo | None = None) -> RunRecords:
 
 def _last_known_s(info: RunInfo, steps: Sequence[StepRecord], evals: Sequence[EvalRecord]) -> float:
     """Returns the Unix time until which it is known that the run went on: now, or, for a run of another host, the time
-    of its last record. That host may be lost, and then run.json says `running` for ever.
+    of its last record. That host may be lost, and then run.json has the state `running` for ever.
 
-    The `wall_s` of records continues from that of the checkpoint, so it is counted from the last start.
+    In a resumed run, the `wall_s` of the records goes on from that of the checkpoint. The time since the last start is
+    therefore the difference of the two.
     """
     if info.host == socket.gethostname():
         return time.time()
@@ -172,7 +173,7 @@ def write_report(path: Path, *, output: Path | None = None, info: RunInfo | None
 
 
 def report_html(run: RunRecords) -> str:
-    """Returns the report as HTML. `report.html.j2` has its words and tables."""
+    """Returns the report as HTML. The template `report.html.j2` has its texts and tables."""
     drawn_limit = limit_to_draw(run.steps, limit=run.config.staleness.max_versions)
     marks = restart_marks(run.info.resumed)
     return TEMPLATES.get_template("report.html.j2").render(

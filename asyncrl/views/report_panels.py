@@ -17,12 +17,13 @@ from asyncrl.views.quantities import held_out_number, number
 
 CURVE_POINTS = 300
 COLORS = ("blue", "green", "amber", "violet", "red")
-"""Colours of the lines of a chart whose lines have the user's own names."""
+"""Colours of the lines of a chart whose lines are named by the user, such as the components of a reward."""
 SET_COLORS = ("amber", "green", "violet", "red")
 """Colours of held-out sets. The training curve beside them is blue."""
 SHARE_POINTS = 60
 EVALUATIONS_SHOWN = 10
-"""The table of evaluations has the first one of a set and the last ones, together at most so many."""
+"""The table of evaluations has, for each held-out set, the first evaluation and the last ones, together at most this
+many."""
 
 Steps = Sequence[StepRecord]
 Values = list[float | None]
@@ -112,8 +113,8 @@ def flow(steps: Steps, *, marks: Sequence[Mark] = ()) -> Sequence[str]:
 def restart_marks(restarts: Sequence[Resumption]) -> list[Mark]:
     """Returns a mark at the first step of each incarnation, in the order of the steps.
 
-    An incarnation that began at a later step than one to which the run went back afterwards is left out, because its
-    steps were lost. If several began at one step, the last one is marked, because the others left no step.
+    If the run later went back to step k, incarnations that began at step k or later are left out, because their steps
+    were lost.
     """
     marks: list[Mark] = []
     for restart in restarts:
@@ -177,7 +178,7 @@ def last_steps(bins: Sequence[Steps]) -> list[float]:
 
 def evaluations(evals: Sequence[EvalRecord]) -> tuple[list[str], list[list[str]]] | None:
     """Returns the head and the rows of the table of held-out evaluations; None if there is none. A row has the set, the
-    number of steps behind the weights, the numbers of prompts, and a column for each number that an evaluation has."""
+    number of steps behind the weights, the number of prompts, and a column for each number that an evaluation has."""
     if not evals:
         return None
     of_sets = {
@@ -202,7 +203,8 @@ def smooth(values: Values) -> Values:
 
 
 def _at_versions(evals: Sequence[EvalRecord], xs: Sequence[float]) -> Values:
-    """Returns the rewards of evaluations at the nearest drawn steps, because evaluations are between steps.
+    """Returns the rewards of evaluations at the nearest of the drawn steps `xs`, because a chart does not draw all
+    steps.
 
     When two evaluations have the same nearest step, the later one is drawn.
     """

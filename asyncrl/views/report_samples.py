@@ -25,11 +25,11 @@ STEPS_SHOWN = 12
 GROUPS_SHOWN = 2
 SAMPLES_SHOWN = 16
 TOKENS_SHOWN = 50_000
-"""Tokens of all samples together. A token takes about 20 bytes of the page."""
+"""Largest number of tokens of all samples together. A token takes about 20 bytes of the page."""
 CHARACTERS_SHOWN = 480_000
-"""Characters of all prompts and answers together."""
+"""Largest number of characters of all prompts and answers together."""
 TEXT_CHARACTERS = 20_000
-"""Characters of one prompt or answer."""
+"""Largest number of characters of one prompt or answer."""
 OPEN_TOKENS = 1_000
 """All samples of a group are open at first if they have at most this many tokens together; else only the first one."""
 
@@ -37,8 +37,7 @@ OPEN_TOKENS = 1_000
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
     """A token of a completion. `css` has the classes of its bands. `title` is its log-prob difference, unless that is
-    within the first band. `begins` is whether the tokens before it were sampled and it was read, or the other way
-    round."""
+    within the first band. `begins` is whether the token before was sampled and this one was read, or the reverse."""
 
     text: str
     css: str = ""
@@ -81,7 +80,7 @@ class ShownStep:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownSamples:
     """The samples in a report. `recorded_steps` is the number of steps with samples in the run's directory. `recorded`
-    has what the colours of tokens can show, because the samples were recorded with it."""
+    has the properties by which tokens can be coloured: those with which at least one shown sample was recorded."""
 
     steps: Sequence[ShownStep]
     recorded_steps: int
@@ -150,9 +149,9 @@ def _sample(sample: SampleRecord, *, most: int, is_open: bool) -> ShownSample:
 
 
 def _tokens(sample: SampleRecord) -> list[Token]:
-    """Returns the tokens of a completion. A class such as `age-2` is the band of a token. Tokens of the first band have
-    no class, because most tokens are in it, and `age-none` means that the sample was recorded without it. Tokens that
-    were read have the class `read`."""
+    """Returns the tokens of a completion. A CSS class such as `age-2` is the band of a token. Tokens of the first band
+    have no class, because most tokens are in it. `age-none` means that the sample was recorded without the ages. Tokens
+    that were read have the class `read`."""
     if not sample.tokens:
         return [Token(text=shortened(sample.completion), css=" ".join(f"{by}-none" for by in COLOR_BY))]
     bands = {by: bands_of(sample, by) for by in COLOR_BY}

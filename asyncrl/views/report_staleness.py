@@ -59,7 +59,8 @@ def _oldest(steps: Steps) -> int:
 
 
 def _ages_over_time(steps: Steps, *, limit: int | None) -> str:
-    """Returns a chart with the oldest and the mean age of trained tokens. None draws no limit."""
+    """Returns a chart with the oldest and the mean age of trained tokens. `limit` is drawn as a line; None draws
+    none."""
     bins = bins_of(steps, CURVE_POINTS)
     unit_s, clock = clock_of(steps[-1].wall_s)
     series = [
@@ -141,7 +142,8 @@ def _share(histogram: Mapping[int, int], first: int, last: int) -> float:
 
 
 def _drift(steps: Steps, marks: Sequence[Mark]) -> list[str]:
-    """Returns a chart with the distance of the policy from the policy that sampled, by age; none if not measured."""
+    """Returns a list of one chart: the distance of the policy from the policy that sampled, by age of the tokens. The
+    list is empty if the distance was not measured."""
     names = {name for record in steps for name in record.diagnostics if name.startswith(DRIFT)}
     if not names:
         return []

@@ -30,7 +30,7 @@ from asyncrl.views.health import notes_of
 from asyncrl.views.setting import Setting
 
 REWARDS = 500
-"""A view has at most this many rewards: the live view is made twice a second, also in a run with many steps."""
+"""A view has at most this many rewards, because the live view is made twice a second, also in a run with many steps."""
 
 
 class HeldoutReward(NamedTuple):
@@ -133,10 +133,9 @@ def run_view(
     """Returns the view of the run with these records. It covers the last `RECENT_STEPS` steps if `recent`, else all.
 
     `failures` is the number of failed groups by reason, `training` the wall time of the run, and `costs` the
-    device-seconds of its pools. With the buffer's
-    `status`, the failures, the groups by fate and in the buffer, the versions and the time without progress come from
-    it; and, unless `recent`, the shares of time, because the buffer knows them also before the first step and after the
-    last one.
+    device-seconds of its pools. With the buffer's `status`, the failures, the groups by fate and in the buffer, the
+    versions and the time without progress come from it. Unless `recent`, the shares of time come from it too, because
+    the buffer knows them also before the first step and after the last one.
     """
     known = setting or Setting()
     view = RunView(evals=evals, failures=failures or {}, room=known.room, training=training, costs=costs)
@@ -209,7 +208,7 @@ def _with_covered_steps(view: RunView, steps: Sequence[StepRecord], *, covered: 
 
 
 def _with_status(view: RunView, status: RunStatus) -> RunView:
-    """Adds the facts that only the buffer knows, or that it knows better than the last record."""
+    """Adds the facts that only the buffer knows, or that are newer in its status than in the last record."""
     return replace(
         view,
         failures=groups_by_reason(status.failures),

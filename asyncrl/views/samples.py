@@ -43,7 +43,7 @@ TERMINAL_COLORS: Mapping[ColorBy, tuple[str, ...]] = {
 READ_COLOR = "bright_black"
 """Colour of tokens that were read, in a terminal."""
 WORST_OF = 20
-"""Steps whose samples are searched for the worst ones."""
+"""Number of last steps whose samples are searched for the worst ones."""
 
 _STEP = re.compile(r"step-(\d{1,15})\.jsonl", re.ASCII)
 
@@ -70,7 +70,8 @@ def samples_of_step(folder: Path, step: int) -> list[SampleRecord]:
 
 
 def _contradiction(sample: SampleRecord) -> str | None:
-    """Returns what does not fit the number of a sample's tokens; None if all does, or if no tokens were recorded."""
+    """Returns in words which field contradicts the number of a sample's tokens; None if none does, or if no tokens were
+    recorded."""
     if not sample.tokens:
         return None
     numbers = {
@@ -99,7 +100,7 @@ def samples_of(folder: Path, *, step: int | None, worst: bool) -> list[SampleRec
     if not steps:
         raise RunError(f"{folder} has no samples: learner.groups_logged was 0, or no step has ended yet")
     if step is not None and step not in steps:
-        raise RunError(f"{folder} has no samples of step {step}; it has them of the steps {steps[0]} to {steps[-1]}")
+        raise RunError(f"{folder} has no samples of step {step}; it has some of the steps {steps[0]} to {steps[-1]}")
     chosen = [step] if step is not None else steps[-WORST_OF if worst else -1 :]
     samples = [sample for each in chosen for sample in samples_of_step(folder, each)]
     if worst:
@@ -152,7 +153,8 @@ def data_in_words(data: DataRecord) -> Iterator[Text]:
 
 
 def task_lines(sample: SampleRecord) -> Iterator[Text]:
-    """Yields lines that show what the reward got beside the completion, and the row of the task's dataset."""
+    """Yields lines that show what the reward function got besides the completion, and the row of the task's
+    dataset."""
     place = f"row {sample.row} of {section_of(sample.part)}" if sample.row else "not of a dataset"
     yield Text.assemble(("task        ", "dim"), place)
     for name, value in {"prompt": sample.prompt, "answer": sample.answer}.items():
@@ -164,7 +166,8 @@ def task_lines(sample: SampleRecord) -> Iterator[Text]:
 
 
 def shown_sample(sample: SampleRecord, *, by: ColorBy) -> Iterator[Text]:
-    """Yields the lines that show a sample. Raises RunError if it was recorded without what the colours show."""
+    """Yields the lines that show a sample, its tokens coloured by the property `by`. Raises RunError if the sample was
+    recorded without this property."""
     yield Text(", ".join([f"step {sample.step}", f"group {sample.group}", *facts(sample)]), style="bold")
     yield Text.assemble(("prompt      ", "dim"), _plain(sample.rendered_prompt))
     tokens, place = _tokens(sample, by), 0
@@ -197,7 +200,7 @@ def ages_in_words(sample: SampleRecord) -> str:
 
 
 def legend(by: ColorBy) -> Text:
-    """Returns the line that explains the colours."""
+    """Returns the line that explains the colours of the property `by`."""
     named = zip(BANDS[by], TERMINAL_COLORS[by], strict=True)
     return Text.assemble(f"tokens by {SUBJECTS[by]}: ", *[(f"{name}  ", color) for name, color in named])
 

@@ -31,14 +31,15 @@ class Setting:
     - `run` is its directory, as a command names it.
     - `total_steps` is `learner.total_steps`, `learning_rate` is `learner.optimizer.learning_rate`.
     - `equal_rewards_teach` is whether the algorithm has a gradient when all rewards of a group are equal.
-    - `room` is whether a core is free for another process.
-    - `hidden_tags` are tags that answers never have.
+    - `room` is whether a core is free for another process; None if it is not known.
+    - `hidden_tags` are tags that the text for the reward never has, because the tokenizer removes them.
     - `chat_off` is whether prompts are not put into the model's chat template (`data.chat=off`).
     - `tools` is whether all episodes may call tools that asyncrl runs, `several_turns` whether they are made for
       several turns. An agent of the user's own may need one turn only.
     - `reward_weights` are the weights of `environment.rewards` by name, in a mixture those of all parts.
     - `dtype` is `model.dtype`; None if unknown.
-    - `uncorrected` says that the run is an uncorrected stale baseline (`algorithm.uncorrected`); None for other runs.
+    - `uncorrected` says in words that the run trains on stale data without a correction, as a baseline
+      (`algorithm.uncorrected`); None for other runs.
 
     The defaults are for a run whose configuration is not known: a group baseline, on an unknown machine.
     """

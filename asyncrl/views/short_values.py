@@ -1,7 +1,8 @@
 """Short texts for the values of settings, for the labels of compared groups and for the names of the runs of a sweep.
 
-A value with a short text is shown in full. Another one gets its kind and a hash: `axes-1a2b3c`. Equal values have equal
-hashes, in each session and on each machine, so the name of a run and the label of its group have the same one.
+A value with a short text is shown in full. A longer one is shown as its kind and a hash: `axes-1a2b3c`. Equal values
+have equal hashes, in each session and on each machine, so the name of a run and the label of its group have the same
+hash.
 """
 
 import hashlib
@@ -10,9 +11,9 @@ import re
 from collections.abc import Mapping
 
 LONGEST_VALUE = 32
-"""Characters of a value that is shown in full."""
+"""Largest number of characters of a value that is shown in full."""
 LONGEST_NAME = 64
-"""Characters of `run.name`."""
+"""Largest number of characters of `run.name`."""
 _LONGEST_STEM = 24
 _LONGEST_COMBINATION = 40  # with a hash and the longest seed, a name has 63 characters
 

@@ -191,7 +191,7 @@ async def test_records_whose_settings_name_no_mixture_pass(tmp_path: Path) -> No
 async def test_records_without_the_prompts_of_the_groups_pass(tmp_path: Path) -> None:
     directory = await record(tmp_path)
     [outcome, *_] = audit(directory)
-    assert "they had 12 different prompts, of 100 in the data" in outcome.detail, (
+    assert "the trained groups had 12 different prompts, of 100 in the data" in outcome.detail, (
         "groups 0 to 12 without the failed one"
     )
     path = records_path(directory, 1)
@@ -206,7 +206,7 @@ async def test_records_without_the_prompts_of_the_groups_pass(tmp_path: Path) ->
             frames.append(framed(each))
     path.write_bytes(b"".join(frames))
     assert verdicts(directory) == {Verdict.PASSED, Verdict.NOT_POSSIBLE}
-    assert "their prompts were not recorded" in next(audit(directory)).detail
+    assert "the prompts of the trained groups were not recorded" in next(audit(directory)).detail
 
 
 @pytest.mark.asyncio

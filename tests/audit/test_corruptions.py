@@ -203,7 +203,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a dropped group": (drop_group, "1", "has no fate"),
     "a swapped checkpoint": (swap_checkpoints, "4", "is a checkpoint of version 2.4, not of step 2"),
     "a reordered step": (swap_steps, "4", "the record of step 4 stands where step 3 is expected"),
-    "an edited ledger": (edit_ledger, "2", "the groups that ended so add up to"),
+    "an edited ledger": (edit_ledger, "2", "the groups with this fate add up to"),
 }  # fmt: skip
 
 

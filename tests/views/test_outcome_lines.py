@@ -24,8 +24,9 @@ def test_the_end_of_a_run_says_whether_the_witness_agrees() -> None:
 
     agrees = {"witness_s": 0.3, "witness_rows_ratio": 0.2, "witness_counts_ratio": 0.0}
     assert "verified" not in words({}, {})
-    assert "verified: the witness computed a group a second time (steps: 2), and agrees" in words(agrees, {}, agrees)
-    assert "(steps: 1). The errors" in words(agrees, {"witness_counts_ratio": 1e9})
+    verified = "verified: the witness computed a group a second time (number of steps: 2), and agrees"
+    assert verified in words(agrees, {}, agrees)
+    assert "(number of steps: 1). The errors" in words(agrees, {"witness_counts_ratio": 1e9})
     assert "NOT verified" in words(agrees | {"witness_rows_ratio": 1.1})
 
 

@@ -111,7 +111,7 @@ def test_the_last_step_is_shown_and_the_worst_come_first_if_asked(tmp_path: Path
     assert [sample.reward for sample in samples_of(path, step=None, worst=True)] == [None, 0.25, 1.0, 1.0, 1.0, 1.0], (
         "without a step, those of earlier steps too"
     )
-    with pytest.raises(RunError, match="no samples of step 9; it has them of the steps 0 to 2"):
+    with pytest.raises(RunError, match="no samples of step 9; it has some of the steps 0 to 2"):
         samples_of(path, step=9, worst=False)
 
 
