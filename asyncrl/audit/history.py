@@ -125,8 +125,8 @@ class History:
         return found
 
     def digests(self) -> dict[int, dict[str, int]]:
-        """Returns the digests of the weights by kind of digest. The outer key is the number of steps behind the
-        weights: the weights before step 3 and those after step 2 have the key 3."""
+        """Returns the digests of the weights by kind of digest. The outer key is the number of the step
+        that begins with the weights: the weights before step 3 and those after step 2 have the key 3."""
         before = {step.step: step.digests_before for step in self.steps}
         return before | {step.step + 1: {step.digest_kind: step.after} for step in self.steps}
 

@@ -674,7 +674,7 @@ class Checkpoint:
     checkpoint_policy_version = GaugeMetric(
         LEARNER,
         "asyncrl_checkpoint_policy_version",
-        "Number of steps behind the weights of the newest checkpoint; 0 before the first.",
+        "Number of steps that trained the weights of the newest checkpoint; 0 before the first.",
     )
     checkpoints_total = CounterMetric(
         LEARNER,
