@@ -235,7 +235,8 @@ class FailureLog:
 
     @property
     def too_many(self) -> bool:
-        """Whether `max_streak` groups failed in a row. Once it is True, it stays True.
+        """Whether `max_streak` groups failed because of their data (class DATA) without a commit in between. Failures
+        of other classes neither count nor end the streak. Once it is True, it stays True until `restore`.
 
         Groups that are in flight at that moment may still be committed or fail. They change neither this nor the
         streak.

@@ -108,7 +108,7 @@ def without_fields(template: str, tasks: Sequence[Task]) -> list[tuple[Task, Lef
     lacking = [(task, sorted(names - _fields_of(task).keys())) for task in tasks] if names else []
     rows = [(task, missing) for task, missing in lacking if missing and not task.messages]
     if len(rows) == len(tasks):
-        return []  # the template is wrong: `format_prompt` raises the error, and no row is left out
+        return []  # no task has all fields, so the template names a wrong one, and `format_prompt` raises the error
     why = (
         "has no value for {%s} of data.prompt_template (the key is absent or null, its value is not a text or a "
         "number, or in a CSV file the cell is empty)"

@@ -200,8 +200,8 @@ def ended_at_once(run_dir: RunDir) -> None:
 
 
 def give_up(run_dir: RunDir, grace_s: float, *, leave: Callable[[int], object] = os._exit) -> None:
-    """Exits the process if the run has not closed and this process has trained no step. Ray's daemons end with the
-    process."""
+    """Records the run as failed and exits the process, if the run has not closed and this process has trained no step.
+    A timer calls this `grace_s` seconds after the request to end. Ray's daemons end with the process."""
     if run_dir.closed or run_dir.steps_written:
         return
     reason = (

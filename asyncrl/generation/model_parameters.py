@@ -28,7 +28,7 @@ def model_without_weights(model_path: str, *, lora: LoraSection | None = None) -
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    # Without the argument, transformers asks on the terminal whether it may run code that comes with the model.
+    # Without `trust_remote_code`, transformers asks on the terminal whether it may run code that comes with the model.
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
         model: PreTrainedModel = auto.from_config(

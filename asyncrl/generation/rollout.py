@@ -65,7 +65,7 @@ class AnswerNumbers:
 
     `components` has the components of the reward, without their weights, if it has any. `completion_tokens` is the
     number of sampled tokens. `truncated` is 1 for a completion that was cut at its length limit, and 0 for another one.
-    `turns` is the number of calls that the agent has made; None without an agent.
+    `turns` is the number of the agent's calls of the model; None without an agent.
     """
 
     components: Mapping[str, float]

@@ -90,9 +90,9 @@ class ColocatablePolicyInterface(PolicyInterface):
     ) -> list[ray.ObjectRef[None]]:
         """Makes every rank join the process group at `ip`:`port`, where rank 0 listens.
 
-        Returns at once. The references are done when all `world_size` members have joined: first this policy's ranks,
-        then the engines' workers. After `weights.load_timeout_s`, the references raise CollectiveError. If a rank has
-        joined a group before, it leaves that group.
+        Returns at once. The references are done when all `world_size` members have joined. The group numbers this
+        policy's ranks first, and then the engines' workers. After `weights.load_timeout_s`, the references raise
+        CollectiveError. If a rank has joined a group before, it leaves that group.
         """
 
     @abstractmethod

@@ -47,7 +47,7 @@ FIRST_CAUSE_GRACE_S = 3.0
 """Seconds that a failed call waits for further errors if all errors so far are broken connections: the rank that caused
 them may report its own error later."""
 CLOSE_TIMEOUT_S = 5.0
-"""Seconds for a rank to leave its process group before its process is killed."""
+"""Seconds for a rank to answer whether it lives, to leave its process group, or to rest. Then its process is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,8 +409,8 @@ class RankGroup(Generic[WorkerT]):
 
 
 def _problem(answers: Sequence["concurrent.futures.Future[Any]"]) -> str:
-    """Waits for these calls, one to each rank. Returns why they did not all end within `CLOSE_TIMEOUT_S` and without an
-    error; "" if they did."""
+    """Waits at most `CLOSE_TIMEOUT_S` for these calls of any kind, one to each rank. Returns the error of the first rank
+    that has one, or that a rank was late; "" if all calls have ended without an error."""
     _, late = concurrent.futures.wait(answers, timeout=CLOSE_TIMEOUT_S)
     errors = [str(error) for error in _failures(answers).values()]
     return errors[0] if errors else f"a rank did not answer within {CLOSE_TIMEOUT_S:g} s" if late else ""

@@ -227,7 +227,8 @@ async def test_weights_that_were_evaluated_before_the_stop_are_not_evaluated_aga
     save = scene.checkpoints.save_last
 
     async def slow_save(snapshot: RunSnapshot) -> None:
-        await scene.heldout.settle()  # the evaluation beside training ends meanwhile
+        await scene.publisher.settle()  # the replica loads the last version, and the evaluation beside training ends
+        await scene.heldout.settle()
         await save(snapshot)
 
     scene.checkpoints.save_last = slow_save  # type: ignore[method-assign]
