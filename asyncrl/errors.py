@@ -128,8 +128,8 @@ class HandshakeError(RunError):
 
 
 class GeneratorPoolExhausted(RunError):
-    """A generator deployment has fewer live replicas than `generator.min_replicas`. It has given up the missing ones, or
-    could not start them again within `generator.replace_timeout_s`."""
+    """A generator deployment has fewer live replicas than `generator.min_replicas`. It has given up the missing ones,
+    or could not start them again within `generator.replace_timeout_s`."""
 
     restart_mends = True
 

@@ -169,7 +169,7 @@ def _text_of(file: Path) -> str:
     """Returns the text of a file. A pipe is read only if it is one of the shell's, such as that of `-c <(command)`."""
     mode = file.stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or str(file).startswith(("/dev/", "/proc/"))):
-        raise ConfigError(f"{file}: is a named pipe, a socket or a device; name a regular file with -c, or use the shell's -c <(command)")
+        raise ConfigError(f"{file}: is a named pipe, a socket or a device; name a regular file, or use -c <(command)")
     with file.open("rb") as opened:
         data = opened.read(MOST_CHARACTERS + 1)
     if len(data) > MOST_CHARACTERS:

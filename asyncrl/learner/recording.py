@@ -531,10 +531,10 @@ def _trained_group(group: LeasedGroup, *, masks: Iterator[bool]) -> TrainedGroup
 
 # Shows failed rollouts, rewards and tools on the learner's terminal and in its log during the run.
 #
-# The first failure of each kind (class, reason, tool and type of error) is shown in full. After that, one line with counts follows every
-# `COUNTS_EVERY_S` seconds if there were more failures since the last line. The call to the coordinator returns when
-# there are new failures, or after `WAIT_S` seconds. A run without failures therefore makes one call every `WAIT_S`
-# seconds.
+# The first failure of each kind (class, reason, tool and type of error) is shown in full. After that, one line with
+# counts follows every `COUNTS_EVERY_S` seconds if there were more failures since the last line. The call to the
+# coordinator returns when there are new failures, or after `WAIT_S` seconds. A run without failures therefore makes one
+# call every `WAIT_S` seconds.
 
 WAIT_S = 10.0
 COUNTS_EVERY_S = 10.0

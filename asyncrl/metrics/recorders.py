@@ -400,9 +400,9 @@ class LearnerMetrics(ProcessMetrics):
         self._instruments.set(catalogue.Learner.learner_heldout_reward_mean, reward_mean, set=name)
 
     def effective_training_time(self, ratio: float) -> None:
-        """Records the effective training time ratio: the share of the wall time since the run's first start that its steps
-        took, with their waits and saves. Starts, steps that were trained again, and the time without a learner are not in
-        it."""
+        """Records the effective training time ratio: the share of the wall time since the run's first start that its
+        steps took, with their waits and saves. Starts, steps that were trained again, and the time without a learner
+        are not in it."""
         self._instruments.set(catalogue.Run.run_effective_training_time_ratio, ratio)
 
     def device_time(self, times: Iterable[DeviceTime]) -> None:

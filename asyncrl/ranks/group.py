@@ -409,8 +409,8 @@ class RankGroup(Generic[WorkerT]):
 
 
 def _problem(answers: Sequence["concurrent.futures.Future[Any]"]) -> str:
-    """Waits at most `CLOSE_TIMEOUT_S` for these calls of any kind, one to each rank. Returns the error of the first rank
-    that has one, or that a rank was late; "" if all calls have ended without an error."""
+    """Waits at most `CLOSE_TIMEOUT_S` for these calls of any kind, one to each rank. Returns the error of the first
+    rank that has one, or that a rank was late; "" if all calls have ended without an error."""
     _, late = concurrent.futures.wait(answers, timeout=CLOSE_TIMEOUT_S)
     errors = [str(error) for error in _failures(answers).values()]
     return errors[0] if errors else f"a rank did not answer within {CLOSE_TIMEOUT_S:g} s" if late else ""

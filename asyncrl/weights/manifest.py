@@ -221,7 +221,8 @@ def check_layout(manifest: Manifest) -> None:
             raise ManifestMismatch(f"{refused}byte {after.offset} would arrive twice; nothing was applied")
     if pieces and not (pieces[0].offset >= 0 and pieces[-1].offset + pieces[-1].nbytes <= manifest.flat_bytes):
         raise ManifestMismatch(
-            f"{refused}a bucket has bytes outside of the {manifest.flat_bytes} bytes of all tensors; nothing was applied"
+            f"{refused}a bucket has bytes outside of the {manifest.flat_bytes} bytes of all tensors; nothing was "
+            "applied"
         )
     following = iter(pieces)
     start = end = 0  # the bytes from `start` to `end` arrive without a gap; the tensor must begin and end within them
