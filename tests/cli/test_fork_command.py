@@ -69,7 +69,7 @@ def test_without_at_the_newest_checkpoint_is_taken_and_both_runs_may_be_paths(st
         (["quick", "mine", "--at", "50"], 2, "--at 50: this is not the name of a checkpoint"),
         (["quick", "mine", "--at", "step-3"], 2, "no complete checkpoint of this step; there are step-2, step-4"),
         (["quick", "quick"], 2, "runs/quick exists, and a fork is a new run"),
-        (["quick", "mine", "run.name=other"], 2, "but NEW names runs/mine: leave them out"),
+        (["quick", "mine", "run.name=other"], 2, "but NEW names runs/mine: leave out both settings"),
         (["quick", "mine", "model.lora.rank=8"], 2, "model.lora.alpha = 32, but step-4 of run quick"),
         (["quick", "mine", "learner.total_step=3"], 2, "learner.total_step"),
         (["quick", "mine", "environment.reward=mine:reward"], 2, "environment.reward = mine:reward; if you trust it"),

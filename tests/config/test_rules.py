@@ -481,7 +481,7 @@ def test_rows_have_branches_if_a_part_of_the_run_plays_agents(overrides: list[st
         (
             ["critic={}", "critic.optimizer.learning_rate=0", "algorithm.advantage=gae"],
             "critic.optimizer.learning_rate=1e-9",
-            "the weights of the critic stay",
+            "no step changes the weights of the critic",
         ),
     ],
 )

@@ -45,7 +45,7 @@ def test_rows_that_do_not_stay_apart_are_refused_with_the_setting(model_type: st
     [problem], _ = found({"model_type": model_type})
     assert problem == (
         f"model.path = models/some: models of the family {model_type} cannot be trained with learner.batching = "
-        "packed: its attention is its own and cannot keep packed rows apart; set learner.batching to dynamic"
+        "packed: it has an attention of its own, which cannot keep packed rows apart; set learner.batching to dynamic"
     )
     assert found({"model_type": model_type}, batching="dynamic") == ([], [])
 

@@ -114,7 +114,7 @@ def test_a_flipped_bit_is_refused_before_anything_is_applied() -> None:
     with open(group.path, "r+b") as file:
         file.seek(5)
         file.write(b"\x01")
-    with pytest.raises(ManifestMismatch, match="group with a, b, large"):
+    with pytest.raises(ManifestMismatch, match="group of tensors with a, b, large"):
         open_group(group, device=CPU)
     trainer.release()
 
