@@ -1,4 +1,4 @@
-"""Imports of large libraries: without garbage collection, and without parts that the process never uses."""
+"""Imports of large libraries, without garbage collection and without parts that the process never uses."""
 
 import gc
 import os
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Turns Python's garbage collector off for a block of imports, because it would scan the new modules again and
-    again.
+    """Turns Python's garbage collector off for a block that makes many objects which stay: imports, or the tasks of a
+    dataset. The collector would scan the new objects again and again.
 
-    A process that asyncrl has started calls `gc.freeze` after the imports, so that no later collection scans them
+    A process that asyncrl has started calls `gc.freeze` after its imports, so that no later collection scans them
     either. The user's process does not call it: when it ends, libraries would write that their objects have leaked.
     """
     enabled = gc.isenabled()

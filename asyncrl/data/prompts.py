@@ -8,7 +8,8 @@ decides whether a task is held out. So tasks that are equal in these are never b
 import difflib
 import string
 from collections.abc import Mapping, Sequence
-from itertools import cycle, islice
+from functools import partial
+from itertools import cycle, filterfalse, islice
 from typing import Any
 
 import msgspec
@@ -84,10 +85,18 @@ def _whole(task: Task) -> bytes:
     return msgspec.json.encode(whole, order="deterministic")
 
 
+_SCALAR = (str, int, float, bool)
+
+
 def _fields_of(task: Task) -> dict[str, Any]:
     """Returns the fields of a task that `data.prompt_template` may use: the question and the scalar metadata."""
-    scalar = {name: value for name, value in task.metadata.items() if isinstance(value, str | int | float | bool)}
+    scalar = {name: value for name, value in task.metadata.items() if isinstance(value, _SCALAR)}
     return scalar | {"question": task.question}
+
+
+def _has_field(task: Task, name: str) -> bool:
+    """Returns whether the metadata of a task have the field `name` for `data.prompt_template`."""
+    return isinstance(task.metadata.get(name), _SCALAR)
 
 
 def _names_in(template: str) -> list[str]:
@@ -105,7 +114,7 @@ def without_fields(template: str, tasks: Sequence[Task]) -> list[tuple[Task, Lef
     the reason. Tasks with messages need no template, so they are not returned. If all tasks lack a field, the template
     is wrong, and the returned list is empty. Raises ConfigError for a malformed template."""
     names = set(_names_in(template)) - {"question"}
-    lacking = [(task, sorted(names - _fields_of(task).keys())) for task in tasks] if names else []
+    lacking = [(task, sorted(filterfalse(partial(_has_field, task), names))) for task in tasks] if names else []
     rows = [(task, missing) for task, missing in lacking if missing and not task.messages]
     if len(rows) == len(tasks):
         return []  # no task has all fields, so the template names a wrong one, and `format_prompt` raises the error

@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from asyncrl.common.imports import uncollected
 from asyncrl.common.tasks import cancelled
 from asyncrl.config.import_path import is_import_path
 from asyncrl.config.parts import EVAL, all_configs, eval_configs, key_of, part_configs, section_of
@@ -155,6 +156,7 @@ class Inputs:
         return await asyncio.to_thread(build)
 
 
+@uncollected()
 def read_prompts(config: Config) -> Prompts:
     """Reads the tasks of a configuration. Raises ConfigError or DatasetError."""
     left_out: dict[str, list[LeftOutRow]] = {}
@@ -163,6 +165,7 @@ def read_prompts(config: Config) -> Prompts:
     return Prompts(train=train, heldout=heldout, sets=sets, left_out=left_out, tools=prompt_tools(config))
 
 
+@uncollected()
 def fitting_prompts(prompts: Prompts, *, config: Config, model: str) -> Prompts:
     """Returns the prompts that fit `data.max_prompt_tokens` and have no refused control tokens. `model` is the path of
     a folder, or a name of the Hub.

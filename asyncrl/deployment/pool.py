@@ -77,7 +77,8 @@ class ReplicaActor:
     def __init__(self, config: Config, *, replica: str, name: str, deployment: str) -> None:
         generator = config.generator
         self._config, self._replica = config, replica
-        self._taken_over_by: str | None = None
+        self._taken_over: Any = None
+        """The call that gives the actor to a run after another one; None if this run is its first one."""
         self.handle: Any = (
             ray.remote(GeneratorActor)
             .options(
@@ -107,9 +108,8 @@ class ReplicaActor:
 
     async def start(self, model_path: str, *, secrets: Secrets, logs: Path) -> EngineProcesses:
         """Starts the engine. Raises CallTimeout after `generator.startup_timeout_s`."""
-        if self._taken_over_by is not None:
-            taken = self.handle.take_over.remote(config=self._config, deployment=self._taken_over_by)
-            await finished(taken, timeout_s=EXIT_S, what=f"taking over {self._replica}")
+        if self._taken_over is not None:
+            await finished(self._taken_over, timeout_s=EXIT_S, what=f"taking over {self._replica}")
         # Secrets are arguments of a method call, because Ray's head keeps the arguments of an actor's constructor.
         started = self.handle.start.remote(model_path, secrets=secrets, logs=logs)
         timeout_s, what = self._config.generator.startup_timeout_s, f"starting {self._replica}"
@@ -134,11 +134,15 @@ class ReplicaActor:
         another run cannot use the engine."""
         await finished(self.handle.rest.remote(), timeout_s=EXIT_S, what=f"keeping {self._replica}")
 
-    def of_run(self, config: Config, *, deployment: str) -> "ReplicaActor":
-        """Returns a copy of this object, for the same actor in another run. Call it after `rest`. The copy's `start`
-        moves the actor's process to the other run."""
+    def of_run(self, config: Config, *, deployment: str, secrets: Secrets, logs: Path) -> "ReplicaActor":
+        """Returns a copy of this object, for the same actor in another run. Call it after `rest`. The actor begins at
+        once to start the scoring processes of that run, beside the loading of the prompts and the start of the
+        buffer."""
         other = copy.copy(self)
-        other._config, other._taken_over_by = config, deployment
+        other._config = config
+        other._taken_over = self.handle.take_over.remote(
+            config=config, deployment=deployment, secrets=secrets, logs=logs
+        )
         return other
 
     async def shutdown(self) -> None:
@@ -236,6 +240,7 @@ class ReplicaPool:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
     def __post_init__(self) -> None:
+        self._logs = logs_folder(self.config.run.dir / self.config.run.name)
         self.coordinator: CoordinatorClient | None = None
         """The run's coordinator. None before the deployment has entered the run, and so before a replica joins it."""
         self.replicas: list[Replica] = []
@@ -257,7 +262,9 @@ class ReplicaPool:
             replica = Replica(each.name)
             assert each.process is not None, "a replica that is kept has an actor"
             replica.start, replica.processes, replica.taken_over = each.start, each.processes, True
-            replica.process = each.process.of_run(self.config, deployment=self.deployment)
+            replica.process = each.process.of_run(
+                self.config, deployment=self.deployment, secrets=self.secrets, logs=self._logs
+            )
             self.replicas.append(replica)
         for _ in range(self.config.generator.replicas - len(taken)):
             replica = Replica(f"generator-{secrets.token_hex(3)}")
@@ -535,9 +542,7 @@ class ReplicaPool:
         model_path = await self.model_path
         replica.begun = True
         try:
-            replica.processes = await replica.process.start(
-                model_path, secrets=self.secrets, logs=logs_folder(self.config.run.dir / self.config.run.name)
-            )
+            replica.processes = await replica.process.start(model_path, secrets=self.secrets, logs=self._logs)
         except TimeoutError:
             limit_s = self.config.generator.startup_timeout_s
             raise RunError(

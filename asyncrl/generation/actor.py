@@ -66,6 +66,8 @@ class GeneratorActor:
         self._deployment = deployment
         self._started = AsyncExitStack()
         """Ends the parts of the present run."""
+        self._scoring: tuple[PartScorers, asyncio.Task[None]] | None = None
+        """The scorer of the present run, and the task that starts its processes."""
         self._engine: VLLMEngine | None = None
         self._began_s = monotonic_at_process_start()
         """Start of the process, or of the present run if the process has generated for an earlier one, on the monotonic
@@ -94,13 +96,9 @@ class GeneratorActor:
         on this node, both are only on stderr.
         """
         config, namespace = self._config, self._config.run.name
-        hide_secrets(config.environment, secrets.environment)
         log = self._started.enter_context(LogFile(logs / f"replica-{self._name}.log", form=config.run.log_format))
         timeout_s, patience_s = config.buffer.call_timeout_s, config.run.stall_timeout_s
-        reward_log = RewardLog(logs / f"reward-{socket.gethostname()}.log", replica=self._name)
-        scorer = PartScorers(all_configs(config), secrets=secrets, output=reward_log)
-        self._started.push_async_callback(scorer.close)
-        scorer_started = asyncio.create_task(scorer.start())
+        scorer, scorer_started = self._scoring or self._begin_scoring(secrets, logs)
         await asyncio.sleep(0)  # lets the scorer's start begin; its processes start at the next await
         # An engine with adapters reads the base model's weights here. Any other gets all weights from the learner.
         model_path = await asyncio.to_thread(model_folder, model_path, weights=config.model.lora is not None)
@@ -156,6 +154,15 @@ class GeneratorActor:
             log=lambda: log.path,
         )
         return msgspec.structs.replace(engine.processes, shared_memory=[*engine.processes.shared_memory, pointer])
+
+    def _begin_scoring(self, secrets: Secrets, logs: Path) -> "tuple[PartScorers, asyncio.Task[None]]":
+        """Makes the scorer of the run, and begins to start its processes. Returns it, and the task that starts them."""
+        hide_secrets(self._config.environment, secrets.environment)
+        reward_log = RewardLog(logs / f"reward-{socket.gethostname()}.log", replica=self._name)
+        scorer = PartScorers(all_configs(self._config), secrets=secrets, output=reward_log)
+        self._started.push_async_callback(scorer.close)
+        self._scoring = scorer, asyncio.create_task(scorer.start())
+        return self._scoring
 
     async def _with_agents(
         self, model_path: str, engine: VLLMEngine, scorer: PartScorers, tokenizer: Any, logs: Path
@@ -223,14 +230,17 @@ class GeneratorActor:
         assert self._engine is not None, "call start() first"
         await self._started.aclose()
         self._started, self._generator, self._updates, self._agents = AsyncExitStack(), None, None, None
+        self._scoring = None
         del self._evaluate
         await self._engine.rest()
         gc.collect()
 
-    async def take_over(self, *, config: Config, deployment: str) -> None:
-        """Gives the process to another run after `rest`. Call `start` afterwards."""
+    async def take_over(self, *, config: Config, deployment: str, secrets: Secrets, logs: Path) -> None:
+        """Gives the process to another run after `rest`, and begins to start the run's scoring processes. Call `start`
+        afterwards."""
         self._config, self._deployment, self._began_s = config, deployment, time.monotonic()
         describe_process(run=config.run.name)
+        self._begin_scoring(secrets, logs)
 
 
 # Writes the lines that reward code prints to `logs/reward-HOST.log` in the run's directory.

@@ -100,6 +100,8 @@ class MadeUpActors:
     def __init__(self) -> None:
         self.actors: dict[str, MadeUpActor] = {}
         self.said: list[tuple[str, str]] = []
+        self.taken_over: dict[str, Path] = {}
+        """The folder of the logs of the run that has taken over an actor, by the name of the actor."""
         self.make_errors: list[Exception | None] = []
         self.start_errors: list[Exception] = []
         self.rest_errors: list[Exception] = []
@@ -156,7 +158,8 @@ class MadeUpActor:
         if self._actors.rest_errors:
             raise self._actors.rest_errors.pop(0)
 
-    def of_run(self, config: Config, *, deployment: str) -> "MadeUpActor":
+    def of_run(self, config: Config, *, deployment: str, secrets: Secrets, logs: Path) -> "MadeUpActor":
+        self._actors.taken_over[self._name] = logs
         other = MadeUpActor(self._actors, self._name)
         self._actors.actors[self._name] = other
         return other

@@ -13,6 +13,7 @@ from joined_scene import MadeUpActors, OneProcessCluster
 from made_up_run import make_status
 
 from asyncrl.common.roles import RunState
+from asyncrl.common.tasks import cancelled
 from asyncrl.common.version import Version
 from asyncrl.config.schema import Config
 from asyncrl.coordinator.client import Call
@@ -28,10 +29,10 @@ def deployment_of(
     config: Config, *, cluster: OneProcessCluster | None = None, actors: MadeUpActors | None = None, **options: Any
 ) -> GeneratorDeployment:
     """Returns a deployment in a cluster without Ray."""
+    options = {"prompts": finished(Prompts(train=(), heldout=()))} | options
     return GeneratorDeployment(
         config,
         model_path=finished("model"),
-        prompts=finished(Prompts(train=(), heldout=())),
         cluster=(cluster or OneProcessCluster(config)).joined,
         new_actor=actors or MadeUpActors(),
         **options,
@@ -245,6 +246,27 @@ async def test_a_deployment_that_sees_the_end_first_keeps_the_replicas_of_a_fini
     async with asyncio.timeout(60):
         await deployment_of(config, cluster=cluster, actors=actors, kept=kept, watch_every_s=0.0).run(asyncio.Event())
     assert len(kept) == (state is RunState.FINISHED)
+
+
+@pytest.mark.asyncio
+async def test_a_kept_replica_gets_the_next_run_before_its_prompts_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    actors, kept = MadeUpActors(), list[Replica]()
+    cluster = OneProcessCluster(Config())
+    cluster.answers["brief_status"] = lambda: make_status(state=RunState.FINISHED)
+    async with asyncio.timeout(60):
+        await deployment_of(Config(), cluster=cluster, actors=actors, kept=kept).run(asyncio.Event())
+    [replica] = kept
+    following = Config.model_validate({"run": {"name": "following"}})
+    prompts: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    deployment = deployment_of(following, actors=actors, kept=kept, prompts=prompts)
+    run = asyncio.create_task(deployment.run(asyncio.Event()))
+    while not actors.taken_over:
+        await asyncio.sleep(0)
+    await cancelled(run)
+    assert actors.taken_over == {replica.actor: tmp_path / "runs" / "following" / "logs"}
 
 
 @pytest.mark.asyncio

@@ -14,8 +14,9 @@ pytestmark = pytest.mark.slow  # imports torch
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("taken_over", [False, True])
 async def test_a_replica_hides_the_secrets_before_it_starts_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    taken_over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_scorer(*_: object, **__: object) -> None:
         raise RunError("nothing starts in this test")
@@ -26,6 +27,9 @@ async def test_a_replica_hides_the_secrets_before_it_starts_anything(
     monkeypatch.setattr(actor, "PartScorers", no_scorer)
     config = Config.model_validate({"environment": {"secrets": ["JUDGE_API_KEY"]}})
     replica = actor.GeneratorActor(config=config, name="generator-a", deployment="d")
+    secrets = Secrets({"JUDGE_API_KEY": "sk-0123456789"})
     with pytest.raises(RunError, match="nothing starts"):
-        await replica.start("model", secrets=Secrets({"JUDGE_API_KEY": "sk-0123456789"}), logs=tmp_path)
+        if taken_over:
+            await replica.take_over(config=config, deployment="e", secrets=secrets, logs=tmp_path)
+        await replica.start("model", secrets=secrets, logs=tmp_path)
     assert shown_text.shown("401 for sk-0123456789") == "401 for <JUDGE_API_KEY>"

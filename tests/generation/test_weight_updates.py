@@ -477,7 +477,9 @@ async def test_parameters_that_the_loader_changes_are_left_to_the_probe(
         scene.source.offer(0, serial=1)
         await scene.updates.startable()
     assert "each update that is verified compares 2 live parameters" in caplog.text
-    assert "2 are not compared, because vLLM keeps them in another form, such as experts.w13, norm.weight" in caplog.text
+    assert (
+        "2 are not compared, because vLLM keeps them in another form, such as experts.w13, norm.weight" in caplog.text
+    )
     scene.source.offer(1, serial=2)
     await until(lambda: scene.updates.version == Version(1, 1))
     scene.engine.live = ReadBack(alike=frozenset("ab"), differing=frozenset({"norm.weight", "head.weight"}))

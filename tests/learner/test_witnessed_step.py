@@ -73,7 +73,8 @@ async def test_a_step_that_does_not_train_its_lease_is_named(
 
     monkeypatch.setattr(scene.trainer, "train_from_meta", with_fewer)
     words = (
-        "the ranks train 5 tokens of 4 samples in an update, but the groups of the step have 6 tokens of 4 samples that are not masked"
+        "the ranks train 5 tokens of 4 samples in an update, but the groups of the step have 6 tokens of 4 samples "
+        "that are not masked"
     )
     if on_failure == "stop":
         with pytest.raises(WitnessFailed, match=f"step 0: .*check `counts` found: {words}"):
