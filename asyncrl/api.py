@@ -33,8 +33,9 @@ from asyncrl.views.console import ShownConsole
 class RunResult:
     """The result of a run: its directory, with `report.html`, and its numbers.
 
-    `steps` has one record for each step, also for skipped ones, and `evals` one for each held-out evaluation. `weights`
-    is the folder of the newest saved weights, which vLLM and transformers load; None if the run saved none.
+    `steps` has one record for each step that this call of `run` has trained or skipped, and `evals` one for each of its
+    held-out evaluations: those before a resumed step are in the directory. `weights` is the folder of the newest saved
+    weights, which vLLM and transformers load; None if the run saved none.
     """
 
     directory: Path
@@ -61,11 +62,12 @@ def run(
     progress. A run of this name that did not finish is resumed from its newest checkpoint, unless `fresh` is True.
 
     Raises the error that ends the run: ConfigError and DatasetError before anything has started, RunError if this
-    process already uses Ray, and others of `asyncrl.errors` later. Also raises RunError, with `restart_mends`, if the
-    run has ended in order to start again, because a Kubernetes pod of the learner was about to end
-    (`asyncrl.deployment.pod_end`). If a callback raises, or on Ctrl-C (in a notebook:
-    "interrupt"), the run first ends cleanly and saves its weights; then the error is raised. A second Ctrl-C is raised
-    at once, while the run ends in the background. In the main thread, SIGTERM without a handler counts as Ctrl-C.
+    process already uses Ray, and others of `asyncrl.errors` later. Also raises RunError if another process ended the
+    run before its first step, and, with `restart_mends`, if the run has ended in order to start again, because a
+    Kubernetes pod of the learner was about to end (`asyncrl.deployment.pod_end`). If a callback raises, or on Ctrl-C
+    (in a notebook: "interrupt"), the run first ends cleanly and saves its weights; then the error is raised. A second
+    Ctrl-C is raised at once, while the run ends in the background. In the main thread, SIGTERM without a handler counts
+    as Ctrl-C.
 
     >>> import asyncrl
     >>> result = asyncrl.run("quickstart", {"learner.total_steps": 20})
@@ -130,8 +132,8 @@ def _enter_ray(config: Config, choose: Choice) -> Choice:
     """Joins the cluster at `ray.address`, if it is set. Returns the function that chooses the checkpoint from which the
     run is resumed: `choose`, or the function that `join_admitted` returns in its place.
 
-    Raises RunError if this process already uses Ray, and the error of `join_admitted` if a run of this name on the
-    cluster refuses this process as its learner.
+    Raises RunError if this process already uses Ray, and the errors of `join_admitted`: no cluster answers, or a run of
+    this name on the cluster refuses this process as its learner.
     """
     import ray
 

@@ -1,4 +1,5 @@
-"""Writes the directory of a checkpoint atomically. The file `COMPLETE` is written last and lists all other files.
+"""Writes the directory of a checkpoint or of an export atomically. The file `COMPLETE` is written last and lists all
+other files.
 
     prepare(path)                       # creates an empty `unfinished(path)` to write in
     finish(path, save_id="…")           # marks it as complete
@@ -47,7 +48,8 @@ def published(path: Path) -> Path:
 
 def prepare(path: Path) -> None:
     """Creates the empty directory `unfinished(path)` to write in, and removes the leftover of a killed save there.
-    Raises CheckpointError if `path` has other files than those of a checkpoint, which `publish` must not replace."""
+    Raises CheckpointError if `path` exists and is neither a directory with `COMPLETE` nor an empty one: `publish` must
+    not replace anything else."""
     if path.exists() and not (path / COMPLETE).exists() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(
             f"{path} exists, but it is not a checkpoint, because it has no file {COMPLETE}; name another path"
@@ -95,8 +97,9 @@ def complete(path: Path) -> tuple[Path, Marker]:
     """Returns the directory of the complete checkpoint for `path`, and its marker. It is `path` itself, or the
     directory that was being replaced when a save was killed.
 
-    Raises CheckpointIncomplete if the directory has no `COMPLETE`, and CheckpointDamaged if `COMPLETE` cannot be read
-    or lists other files than there are, or if an entry is not a regular file or a folder.
+    Raises CheckpointIncomplete if the directory has no `COMPLETE`, and CheckpointDamaged if `COMPLETE` cannot be read,
+    if a file that it lists is missing or has another size, or if an entry is not a regular file or a folder. Files that
+    it does not list are ignored.
     """
     path = published(path)
     try:

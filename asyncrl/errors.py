@@ -92,12 +92,13 @@ class RunError(AsyncRLError):
 
 
 class RunLocked(RunError):
-    """Another process holds the run's directory or name. The message names that process."""
+    """Another process holds the run's directory or name. The message names that process, or says that the processes of
+    an earlier run of this name are still ending."""
 
 
 class FileRefused(RunError, OSError):
-    """An entry of a run directory is a link, a pipe or a device, is outside of the directory, or is too large. It was
-    not read or written."""
+    """An entry of a run directory or of a mirror is not a regular file or folder (but a link, a pipe, a device), is
+    outside of the directory, is too large, or is in too many folders. It was not read or written."""
 
 
 class ClusterElsewhere(RunError):
@@ -111,7 +112,7 @@ class AnotherRun(RunError):
 
 class LearnerNotRestored(RunError):
     """A new learner would continue a run, but it does not restore a checkpoint with the weights that the run has
-    trained so far."""
+    trained so far. Or the run has ended already."""
 
 
 class Fenced(RunError):
@@ -140,7 +141,8 @@ class RunEnded(RunError):
 
 
 class StallError(RunError):
-    """The run made no progress within `run.stall_timeout_s`."""
+    """The run made no progress within `run.stall_timeout_s`, or an evaluation failed in all of its attempts or found no
+    live replica."""
 
     restart_mends = True
 
@@ -156,11 +158,13 @@ class EngineDied(ReplicaFailed):
 
 
 class EngineStuck(ReplicaFailed):
-    """The replica's engine has running requests, and generates no token."""
+    """The replica's engine generated no token for `generator.stall_timeout_s` while rollouts ran, and then none for a
+    test request within the same time."""
 
 
 class Quarantined(ReplicaFailed):
-    """The coordinator gives the replica no tickets any more: its rollouts failed, or it was replaced."""
+    """The coordinator gives the replica no tickets any more: `generator.max_infra_failures` of its rollouts failed in a
+    row, or it was replaced."""
 
 
 class ActorGone(RunError):
@@ -193,7 +197,7 @@ class RowsLost(ActorGone):
 
 
 class PlacementError(RunError):
-    """Ray had no resources for a process within `ray.placement_timeout_s`."""
+    """Ray had no resources for a process within `ray.placement_timeout_s`, or TransferQueue did not start in time."""
 
 
 class CallRefused(RunError):
@@ -222,7 +226,8 @@ class LossFailed(CallRefused):
 class WitnessFailed(CallRefused):
     """The witness (`asyncrl.witness`), which computes updates a second time by a plain path, found that an update is
     not the one that the configuration describes. The text names the check, the token or the tensor, and both numbers.
-    The optimizer update was not applied on any rank.
+    If a check on the ranks failed, the optimizer update was not applied on any rank. The learner's own checks (counts,
+    learning rate, β, prompts) come after the update.
 
     Also raised if an evaluation that must be greedy has generated tokens that are not the most probable ones. The text
     then has the number of these tokens."""
@@ -237,8 +242,9 @@ class NonFiniteError(RunError):
 
 
 class StalenessViolation(RunError):
-    """A batch contains a token that is older than the limit of its ticket. The proof in docs/guarantees.md says that
-    this cannot happen, so this error is a bug of asyncrl."""
+    """A token of a committed group or of a batch is older than the limit of its ticket, a token of a batch is newer
+    than the learner's weights, or a group is late for its deadline. The proof in docs/guarantees.md says that this
+    cannot happen in a run, so in a run it is a bug of asyncrl."""
 
 
 class FailureClass(StrEnum):
@@ -305,8 +311,8 @@ class ManifestMismatch(WeightError):
 
 
 class WeightsDamaged(ManifestMismatch):
-    """The bytes of a version have another size or checksum than the manifest says. Nothing was applied. They can be
-    fetched again."""
+    """The bytes of a version have another size or checksum than the manifest says. Nothing was applied. The bytes can
+    be fetched again."""
 
 
 class VersionRegression(WeightError):
@@ -338,7 +344,8 @@ class FirstParityError(ParityError):
 
 
 class ManifestVoid(WeightError):
-    """The process that published a manifest has ended, and the bytes of the weights ended with it."""
+    """The bytes of the weights are lost: the process that published the manifest has ended, or their file in
+    `weights.folder` cannot be read."""
 
     restart_mends = True
 

@@ -61,8 +61,8 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def make_room(path: Path) -> None:
-    """Renames a log if it is full, as `append_line` does. Call it before the start of a process whose standard output
-    is this log. Raises OSError if the log cannot be renamed."""
+    """Renames a log if it is full, as `append_line` does; creates it if there is none. Call it before the start of a
+    process whose standard output is this log. Raises OSError if the log cannot be opened or renamed."""
     with opened_to_append(path, buffering=0) as file:
         _renamed_if_full(path, file)
 

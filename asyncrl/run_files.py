@@ -8,7 +8,7 @@
 `inside` is the directory that the user named; its own path may have symbolic links. Below it, every part of a path is
 opened relative to the part before it. Nothing is read or written outside of the directory, because no symbolic link
 and no `..` is followed. Only regular files are opened, without waiting: a named pipe would block its reader, and a
-device may have no end. The size of what is read has a limit.
+device may have no end. `read` refuses a file that is larger than its limit.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ RECORD_BYTES = 2**24
 """Bytes of the largest file that is read as one record, such as run.json or the manifest of a checkpoint, and of the
 longest line of a file with a record in each line."""
 FILE_BYTES = 2**30
-"""Bytes of the largest file with many records that is read, such as steps.jsonl."""
+"""Bytes of the largest file with many records or rows that is read, such as steps.jsonl or buffer.msgpack."""
 MOST_FOLDERS = 50
 """Largest number of folders between a run directory and a file in it. Python cannot remove much deeper folders."""
 UNREADABLE = (OSError, ValueError, RecursionError, MemoryError)
@@ -63,8 +63,8 @@ def opened(path: Path, *, inside: Path | None = None) -> BinaryIO:
 
 
 def opened_to_append(path: Path, *, inside: Path | None = None, buffering: int = -1) -> BinaryIO:
-    """Opens a regular file to read it and to append to it, and creates it if there is none. Raises the errors of
-    `opened`."""
+    """Opens a regular file to append to it, and creates it if there is none. Unless `buffering` is 0, the file can be
+    read too. Raises the errors of `opened`, but not FileNotFoundError for the file itself."""
     descriptor = _open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, inside=inside)
     return os.fdopen(descriptor, "ab" if buffering == 0 else "a+b", buffering)
 
@@ -83,8 +83,8 @@ def read(path: Path, *, inside: Path | None = None, most: int = RECORD_BYTES) ->
 
 def names(folder: Path, *, inside: Path | None = None) -> list[str]:
     """Returns the sorted names of the regular files and folders in `folder`; none if there is no such folder. Symbolic
-    links, pipes and devices are left out. Raises FileRefused if `folder`, or a folder between `inside` and it, is a
-    link."""
+    links, pipes and devices are left out. With `inside`, raises FileRefused if `folder` or a folder between the two is
+    a link or not a folder."""
     try:
         with _folder(folder, inside=inside) as at:
             place = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=at)

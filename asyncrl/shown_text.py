@@ -126,7 +126,8 @@ def log_formatter(form: LogForm) -> logging.Formatter:
 
 
 def log_to_stderr(form: LogForm = "text") -> None:
-    """Writes all log records of this process to stderr, which is a file in Ray's session folder for an actor."""
+    """Writes the log records of this process, from level INFO on, to stderr, which is a file in Ray's session folder
+    for an actor."""
     handler = logging.StreamHandler()
     handler.setFormatter(log_formatter(form))
     logging.basicConfig(level=logging.INFO, handlers=[handler])

@@ -1,4 +1,5 @@
-"""Describes errors that are raised by the user's own code: rewards, environments, datasets, losses, advantages."""
+"""Describes errors, above all those that the user's own code raises: rewards, environments, datasets, losses,
+advantages. Also makes the user's modules known to a process."""
 
 import os
 import sys
@@ -43,8 +44,8 @@ def describe_error(error: BaseException) -> str:
 
 
 def type_and_text(error: BaseException) -> str:
-    """Returns the type and the text of an error, as in `describe_error`, but not the file and the line. For text that
-    the model reads, which must not name the user's files."""
+    """Returns the type and the text of an error, as in `describe_error`, but not the file and the line: text that the
+    model reads must not name the user's files."""
     try:
         text = str(error)
     except Exception:  # an exception's own __str__ may raise; its type and place can still be shown

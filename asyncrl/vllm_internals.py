@@ -334,7 +334,8 @@ def installed() -> Path | None:
 
 
 def missing(folder: Path) -> Iterator[str]:
-    """Yields a line for each entry of the table that the vLLM in `folder` does not have."""
+    """Yields a line for each name and text of the table that the vLLM in `folder` does not have, or whose module this
+    Python cannot read."""
     for entry in (*INTERNALS, *PUBLIC):
         for part in entry.parts:
             try:

@@ -102,7 +102,7 @@ def write(path: Path, manifest: RunManifest, *, fill: Callable[[Path], None]) ->
 
 
 def verified(path: Path) -> RunManifest:
-    """Returns the manifest of the checkpoint at `path` after all of its files were compared with it.
+    """Returns the manifest of the checkpoint at `path` after all files that it lists were compared with it.
 
     Raises CheckpointIncomplete if its save did not end, CheckpointOfOtherFormat as `decoded` does, and
     CheckpointDamaged, which names the file, if a file differs from the manifest, if the manifest cannot be read, or if

@@ -93,7 +93,7 @@ def device_time(pool: Pool, devices: Devices, state_seconds: Mapping[str, float]
 
 
 def added(times: Iterable[DeviceTime], *, less: Iterable[DeviceTime] = ()) -> tuple[DeviceTime, ...]:
-    """Returns the sums of `times`, one for each pool and kind of device, without the times `less`."""
+    """Returns the sums of `times`, one for each pool and kind of device. The times `less` are subtracted."""
     sums: dict[tuple[Pool, Device], DeviceTime] = {}
     for sign, part in ((1, times), (-1, less)):
         for time in part:

@@ -18,7 +18,8 @@ class RunState(StrEnum):
     CLOSING = "closing"
     FINISHED = "finished"
     STOPPED = "stopped"
-    """A person ended the run before its last step, by Ctrl-C or `asyncrl down`."""
+    """The run was ended before its last step, by a person (Ctrl-C, `asyncrl down`, a closed terminal) or by an error of
+    a callback."""
     PREEMPTED = "preempted"
     """The run was ended from outside before its last step, by SIGTERM: the same command shall continue it."""
     FAILED = "failed"

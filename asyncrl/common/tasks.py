@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 class Stopped(Exception):
-    """A signal asked the run to end."""
+    """A signal or another command asked the run to end."""
 
 
 async def cancelled(*tasks: "asyncio.Future[Any]") -> None:
@@ -44,8 +44,8 @@ async def unless_stopped(stop: asyncio.Event, work: Awaitable[Result]) -> Result
 
 
 async def check_stop(stop: asyncio.Event) -> None:
-    """Raises Stopped if a signal asked the run to end, also if the signal came while a call blocked the event loop."""
-    await asyncio.sleep(0)  # the loop sets `stop` before it comes back here
+    """Raises Stopped if `stop` is set, also if a signal came while a call blocked the event loop."""
+    await asyncio.sleep(0)  # after a signal, the loop sets `stop` before it comes back here
     if stop.is_set():
         raise Stopped
 

@@ -55,7 +55,8 @@ class Lineage(msgspec.Struct, frozen=True):
         return len(self.branches) + 1
 
     def has(self, version: Version) -> bool:
-        """Returns True if the live learner's weights are made from `version`, or if it is of the live incarnation.
+        """Returns True if the live learner's weights are made from `version`, and for each version of the live
+        incarnation, also a future one.
 
         >>> lineage = Lineage((Version(1, 2), Version(1, 1)))
         >>> [lineage.has(Version(*each)) for each in [(1, 1), (1, 2), (2, 3), (3, 2), (4, 2)]]

@@ -80,11 +80,12 @@ class LocalRay(NamedTuple):
 def start_local(config: Config, *, generators: int = 1, command: str = "up") -> str:
     """Starts a local Ray cluster that is large enough for the config. Returns its address.
 
-    `command` names the command that starts it. The processes of other commands find the cluster of a `head`
-    (`local_clusters`).
+    `generators` is the number of generator deployments that the cluster has room for. `command` names the command that
+    starts it. The processes of other commands find the cluster of a `head` (`local_clusters`).
 
     The cluster ends only with this process. A signal to the process group, such as `timeout` sends, does not reach
-    it. Only processes on this machine that have the token can connect to it. Raises RunError if Ray does not start.
+    it. Only processes on this machine that have the token can connect to it. Raises RunError if Ray does not start, if
+    there is no folder for its files, or if no private token can be required.
     """
     return start(config, generators=generators, command=command).address
 
@@ -208,7 +209,8 @@ def _is_of_ray(process: psutil.Process) -> bool:
 
 
 def joined_address() -> str:
-    """Returns the address of the cluster that this process has joined, also if it was given as `auto`."""
+    """Returns the address of the cluster that this process has joined, also if it was given as `auto`. Raises RunError
+    if it has joined none."""
     if not ray.is_initialized():
         raise RunError("this process has joined no Ray cluster")
     return str(ray.get_runtime_context().gcs_address)  # without a cluster, this call would start one
@@ -220,7 +222,8 @@ def join(address: str, *, namespace: str, folder: Path = Path("runs")) -> None:
     `namespace` is the name of the run, `folder` the folder of its directory. `auto` is the cluster of RAY_ADDRESS, else
     the one that this user has started on this machine, for the run if there are several. Raises ClusterUnreachable,
     which says how to start one, if no cluster answers, and RunError if `auto` may be several clusters, if the address
-    has a wrong form, or if other users can read the token.
+    has a wrong form, if the cluster refuses the token or its files belong to another user, or if other users can read
+    the token.
 
     If no process listens at the address, `ray.init` tries for minutes and ignores signals. So this function first opens
     a connection itself, which fails at once.
@@ -253,8 +256,8 @@ def join(address: str, *, namespace: str, folder: Path = Path("runs")) -> None:
 
 
 def _found(run: str, *, folder: str) -> str:
-    """Returns the address that `auto` means for a run. Raises ConnectionError without a cluster, and RunError with
-    several.
+    """Returns the address that `auto` means for a run. Raises ConnectionError without a cluster that the run may join,
+    and RunError with several.
 
     Ray itself is not asked for the address `auto`. It could take a cluster of another user of the machine, which would
     get this user's token, because Ray looks at the processes of all users, and at a file in a folder in which all users
@@ -385,8 +388,8 @@ def _start_nothing(*_: Any, **__: Any) -> None:
 
 
 async def ray_nodes(*, timeout_s: float) -> list[dict[str, Any]]:
-    """Returns Ray's list of the cluster's nodes, which includes dead nodes. Raises RunError, and CallTimeout if Ray's
-    head does not answer within `timeout_s`."""
+    """Returns Ray's list of the cluster's nodes, which includes dead nodes. Raises RunError for an error of Ray, and
+    CallTimeout if Ray's head does not answer within `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):  # `asyncio.wait_for` may lose a cancellation
             return await asyncio.to_thread(ray.nodes)

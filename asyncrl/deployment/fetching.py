@@ -115,7 +115,8 @@ class MirroredRun:
 
     def checkpoint(self, step: int | None) -> Path:
         """Fetches the newest undamaged checkpoint from which the run's last incarnation may go on, or the one after
-        `step` steps. Returns its directory. Raises RunError if the mirror has none."""
+        `step` steps. Returns its directory. Raises RunError if the mirror has none, and CheckpointOfOtherFormat if
+        another version of asyncrl wrote it."""
         for name in _newest_first(self._there):
             if step not in (None, step_of_name(name)):
                 continue
@@ -132,7 +133,7 @@ class MirroredRun:
 
     def checkpoints(self) -> None:
         """Fetches all complete checkpoints from which the run's last incarnation may go on. Raises CheckpointDamaged if
-        one of them is damaged."""
+        one of them is damaged, and CheckpointOfOtherFormat if another version of asyncrl wrote one."""
         for name in _newest_first(self._there):
             try:
                 self._checkpoint(name)
@@ -348,8 +349,8 @@ def _staging(directory: Path) -> Iterator[Path]:
 
 
 def _publish(staging: Path, directory: Path) -> None:
-    """Renames the folder of the fetched run to `directory`. Raises RunError if another process has made that directory
-    meanwhile."""
+    """Renames the folder of the fetched run to `directory`. Raises RunError if it cannot, e.g. because another process
+    has made that directory meanwhile."""
     try:
         staging.rename(directory)
     except OSError as error:

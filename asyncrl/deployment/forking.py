@@ -28,8 +28,8 @@ def fork_point(directory: Path, *, step: int | None) -> tuple[ForkPoint, RunMani
     """Returns the checkpoint after `step` steps of the run in `directory`, or its newest undamaged one if `step` is
     None, and its manifest.
 
-    Raises ConfigError, which names the complete checkpoints, if there is no such checkpoint, CheckpointDamaged if its
-    files differ from its manifest, CheckpointError if it is of another run, and RunError if `run.json` cannot be read.
+    Raises the errors of `found_checkpoint`, CheckpointError if the checkpoint is of another run, and RunError if
+    `run.json` cannot be read.
     """
     info = read_info(directory)
     path, manifest = found_checkpoint(directory, step)

@@ -99,9 +99,9 @@ class Inputs:
         self.engine_model = asyncio.create_task(self._describe_model(), name="engine model")
         """Path of the model for engines. They need config and tokenizer only: the learner sends them the weights."""
         self.prompts = asyncio.create_task(self._fitting_prompts(), name="prompts")
-        """The tasks of the config whose prompts fit, which are the same in every deployment of a run. The task raises
-        DatasetError for a prompt that does not fit, unless `data.on_bad_row` is `skip`, and if `run.stop_when` needs
-        held-out tasks but there are none."""
+        """The tasks of the config whose prompts fit, which are the same in every deployment of a run. Raises the errors
+        of `read_prompts` and of `fitting_prompts`, and DatasetError if `run.stop_when` needs held-out tasks but there
+        are none."""
 
     @property
     def generator_model(self) -> "asyncio.Task[str]":
@@ -167,8 +167,8 @@ def read_prompts(config: Config) -> Prompts:
 
 @uncollected()
 def fitting_prompts(prompts: Prompts, *, config: Config, model: str) -> Prompts:
-    """Returns the prompts that fit `data.max_prompt_tokens` and have no refused control tokens. `model` is the path of
-    a folder, or a name of the Hub.
+    """Returns the prompts that have at least one token, fit `data.max_prompt_tokens` and `model.max_length`, and have
+    no refused control tokens. `model` is the path of a folder, or a name of the Hub.
 
     Raises DatasetError if a prompt does not fit or has such a token, unless `data.on_bad_row` is `skip`, or if no
     prompt is left. Raises ConfigError if the chat template ignores the tools.

@@ -66,7 +66,7 @@ def address_of(directory: Path) -> str | None:
 
 def own_address(directory: Path, address: str, *, option: str = "") -> str:
     """Returns the address of the Ray cluster at `address`, which the directory names, in the form that this machine's
-    node of the cluster uses.
+    node of the cluster uses. Returns `auto` as it is.
 
     Raises ClusterElsewhere unless this machine is a node of the cluster, and the node is this user's: a run directory
     may come from elsewhere, and a command that joins a cluster sends it the user's token. The host is looked up once,
@@ -143,7 +143,8 @@ def has_checkpoint(config: Config) -> bool:
 
 
 def as_it_is(directory: Path) -> RunInfo | None:
-    """Returns run.json of the run, with the state `died` if its process is gone; None if there is no run."""
+    """Returns run.json of the run; None if there is no run. The state "running" is replaced by `died` if the run's
+    process on this host is gone."""
     info = known_info(directory)
     if info is None or _lives(directory, info) is not False:
         return info
@@ -233,7 +234,8 @@ def _trained(directory: Path) -> str:
 
 
 def _last_sign_of_life(directory: Path, info: RunInfo) -> str:
-    """Returns the time (ISO 8601) at which the run last wrote to its directory."""
+    """Returns the time (ISO 8601) at which the run last wrote to run.json, steps.jsonl or a log; its start if they
+    cannot be read."""
     logs, written = directory / "logs", [directory / "run.json", directory / "steps.jsonl"]
     with contextlib.suppress(OSError):  # links are not followed: the directory may come from elsewhere
         written += [logs / name for name in run_files.names(logs, inside=directory)]
@@ -327,7 +329,7 @@ def clear(directory: Path) -> list[str]:
     """Ends the processes and removes the files of a run whose process is gone, and records its end in run.json and in
     the report.
 
-    Returns a line for each action; none if there was nothing to do.
+    Returns a line for each action; none if there was nothing to do, or if a process holds the directory.
     """
     with _held(directory) as held:
         if not held:

@@ -1,8 +1,9 @@
 """The process of a run: its log, its signals, and the thread in which the run works while the main thread attends.
 
 The commands `up`, `learner`, `generator` and `head` use `run_until_done`, and `asyncrl.run` uses `attended_run`. In a
-command, the first SIGTERM, SIGINT or SIGHUP asks for a clean end, and run.json records this request immediately. A
-second SIGTERM or SIGINT ends the process at once. The same signal within `SAME_SIGNAL_S` seconds is not a second one.
+command, the first SIGTERM, SIGINT or SIGHUP asks for a clean end. If the command owns the run directory, run.json
+records this request immediately. A second SIGTERM or SIGINT ends the process at once. The same signal within
+`SAME_SIGNAL_S` seconds is not a second one.
 
 A command that owns the run directory (`up`, `learner`) ends within `run.shutdown_grace_s` if this process has not
 trained a step, also in a resumed run. Its start may hang, because a model may be built in a thread and some calls of
@@ -55,7 +56,8 @@ class _Stderr(logging.Handler):
 
 @contextlib.contextmanager
 def log_to(path: Path | None, *, form: LogForm = "text") -> Iterator[None]:
-    """Writes all log records of the block to `path`, and warnings also to stderr. Without a path, all go to stderr.
+    """Writes the log records of the block, from level INFO on, to `path`, and those from WARNING on also to stderr.
+    Without a path, all go to stderr.
 
     A log that has reached `LOG_BYTES` is renamed to `.1`, an older one to `.2`, and so on. `LOG_FILES` renamed ones are
     kept.
@@ -194,7 +196,7 @@ def asked_to_end(run_dir: RunDir, grace_s: float, number: signal.Signals) -> Non
 
 
 def ended_at_once(run_dir: RunDir) -> None:
-    """Records that a second signal ended the run. Called before the process exits."""
+    """Records that a second signal ended the run, if the run has not closed."""
     if not run_dir.closed:
         run_dir.close(state="stopped", reason=f"ended at once by a second signal, after {run_dir.steps_written} steps")
 

@@ -223,9 +223,9 @@ class LearnerDeployment:
         self._engines_end = True
 
     def _may_evaluate(self) -> bool:
-        """Returns whether the last weights may be evaluated after the request to end: the run has held-out prompts,
-        this process has trained a step, the run does not start again, and the step and the save that are left are
-        expected to end before `run.shutdown_grace_s` is over."""
+        """Returns whether the last weights may be evaluated after the request to end: the run has held-out prompts and
+        no mirror, this process has trained a step, the run does not start again, and the step and the save that are
+        left are expected to end before `run.shutdown_grace_s` is over."""
         heldout = self._training.heldout
         if heldout is None or not heldout.wanted or not self._run_dir.steps_written or self._run_dir.starts_again:
             return False

@@ -115,7 +115,8 @@ class LearnerLog(RecordSink):
 
 
 class TrackedRecords(RecordSink):
-    """Sends the numbers of the records to experiment trackers, which `new_trackers` makes. `before` is the last record
+    """Sends the numbers of the records, and tables of samples (`SAMPLES_TRACKED_EVERY`), to the experiment trackers,
+    which `new_trackers` makes. `before` is the last record
     before the run was resumed. `close` ends the trackers, which may take seconds."""
 
     def __init__(

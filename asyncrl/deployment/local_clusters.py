@@ -28,8 +28,8 @@ STARTED_FOR = "ASYNCRL_RAY_OF"
 """Variable in the environment of a cluster that asyncrl started: the command and the directory of the run."""
 HEAD = "head"
 AUDIT = "audit"
-"""Commands that start a cluster. The cluster of an audit computes steps of its run again, and no other command may join
-that cluster."""
+"""Two of the commands that start a cluster. Other commands may join that of a head. The cluster of an audit computes
+steps of its run again, and no other command may join it."""
 TOKEN = Path(".ray") / "auth_token"
 """Path below the home directory where Ray looks for its token if no environment variable gives one."""
 _ADDRESS_FILE = "ray_current_cluster"
@@ -154,8 +154,8 @@ def require_token() -> None:
     """Makes sure that a Ray cluster that this process starts requires a token that only this user can read.
 
     `ray.init` turns tokens on by itself unless `RAY_AUTH_MODE` forbids it. But it writes a new token file that all
-    users can read, so this function creates the file. Raises RunError if the environment forbids tokens, if other users
-    can read the file, or if the token cannot be stored.
+    users can read, so this function creates the file. Raises RunError if the environment forbids tokens or gives a
+    token that is blank or not there, if other users can read the file, or if the token cannot be stored.
     """
     # Ray prints a hint on how to turn tokens off. It is hidden, because our clusters always require a token.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)

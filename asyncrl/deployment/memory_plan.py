@@ -101,7 +101,8 @@ class Line:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The lines of all kinds of processes, the sums of each node and GPU, the times of a publication in seconds, the
-    KV cache of an engine on GPUs, and what does not fit. `trained` is the number of parameters that are trained."""
+    KV cache of an engine on GPUs, and what does not fit. `trained` is the number of parameters that are trained.
+    `published_bytes` is the size of a version of the weights, and `sent_bytes` the part that the first rank sends."""
 
     parameters: int
     trained: int
@@ -125,8 +126,8 @@ def largest_shard(parameters: Iterable[ParameterSpec], shards: int) -> int:
 
 
 def gathered(parameters: Iterable[ParameterSpec]) -> int:
-    """Returns how many parameters a rank holds whole during a pass: those outside of layers, and two layers, because
-    FSDP2 gathers the next layer while it computes one. A tied parameter counts once."""
+    """Returns how many parameters a rank holds whole during a pass: those outside of layers, and the two largest
+    layers, because FSDP2 gathers the next layer while it computes one. A tied parameter counts once."""
     layers, outside = Counter[str](), 0
     for spec in parameters:
         if spec.tied_to:
@@ -322,7 +323,8 @@ def _gradients(config: Config, pool: LearnerSection | CriticSection, own: Sequen
 
 
 def on_a_node(processes: int, gpus: float, gpus_per_node: int) -> int:
-    """Returns how many processes of a pool Ray places on one node: as many as have a GPU there, or all of them."""
+    """Returns how many processes of a pool Ray places on one node: as many as have their GPUs there, or all of them if
+    they use no GPU. `gpus` is the number of GPUs of one process."""
     return min(processes, max(1, int(gpus_per_node / gpus))) if gpus else processes
 
 

@@ -83,7 +83,7 @@ RETRY_S, LONGEST_RETRY_S = 5.0, 300.0
 """First and longest wait after a pass that failed, seconds. Each failure in a row doubles the wait."""
 RETRY_AT_END_S = 1.0
 AUDIT_BYTES = 2**32
-"""Largest file in audit/ that is read."""
+"""Bytes of the largest file in audit/ that is read."""
 BEGIN_S = 30.0
 """Longest time that the start of the run waits for the first answer of the storage, seconds."""
 CHECKPOINT_NAME = re.compile(r"step-(\d{1,15})-[0-9a-f]{16}", re.ASCII)
@@ -204,7 +204,7 @@ class Store:
 
     def read(self, name: str) -> bytes | None:
         """Returns the content of a file with one record; None if there is no such file. Raises FileRefused as `chunks`
-        does."""
+        does, for a file with more than `RECORD_BYTES`."""
         try:
             if self._in_place:
                 return b"".join(self.chunks(name, most=RECORD_BYTES))
@@ -275,8 +275,9 @@ class Mirror:
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
 
     def start(self, *, within_s: float = BEGIN_S) -> None:
-        """Starts the thread. Raises ConfigError if the mirror belongs to another run. If the storage does not answer
-        within `within_s` seconds, the run goes on, and the thread tries again."""
+        """Starts the thread. Raises ConfigError if the mirror belongs to another run, or if the run was continued
+        elsewhere. If the storage does not answer within `within_s` seconds, the run goes on, and the thread tries
+        again."""
         self._thread.start()
         self._begun.wait(within_s)
         if self._refusal is not None:
@@ -662,7 +663,7 @@ def sent_records(store: Store) -> dict[str, Sent]:
 
 
 def most_bytes(name: str) -> int:
-    """Returns the largest size in bytes of the record `name` that is read."""
+    """Returns the size in bytes up to which the record `name` is read. A larger one is refused."""
     return AUDIT_BYTES if name.startswith(f"{AUDIT}/") else FILE_BYTES
 
 

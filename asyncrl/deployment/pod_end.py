@@ -37,7 +37,8 @@ Table = Callable[[], Mapping[str, Mapping[str, Any]]]
 
 
 def stop_jobs(client: JobSubmissionClient, *, sleep: Callable[[float], object] = time.sleep) -> list[str]:
-    """Stops all jobs of the cluster, and waits until they have ended. Returns their submission ids.
+    """Stops the submitted jobs of the cluster that have not ended, and waits until they have. Returns their submission
+    ids.
 
     Ray sends SIGTERM to a job, and SIGKILL after RAY_JOB_STOP_WAIT_TIME_S seconds. `asyncrl up` saves a checkpoint in
     between. Several pods may stop the same job, which does no harm.

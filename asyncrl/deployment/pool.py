@@ -6,9 +6,9 @@
 - or that is suspect, because it sends no heartbeats, and does not answer a call either,
 
 and starts it again, with a new actor. After two starts in a row that committed no group, it waits before the next one,
-and twice as long after each further one. A replica that fails more often than `generator.max_restarts` times within an
-hour is given up, and so is one with an error with which every start would end, such as a tokenizer that is not the
-learner's.
+and twice as long after each further one, at most `LONGEST_BACK_OFF_S` seconds. A replica that fails more often than
+`generator.max_restarts` times within an hour is given up, and so is one with an error with which every start would end,
+such as a tokenizer that is not the learner's.
 
 If the log-probs for the first weights of a replica differ from the learner's by the same amount in two starts, engine
 and learner do not compute the same model. Then the run ends, unless another replica has generated samples.
@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 ACTOR_CONCURRENCY = 10_000
 EXIT_S = 10.0
-"""Deadline of each call that ends a replica, seconds."""
+"""Deadline of each call that drains, ends or takes over a replica, seconds."""
 
 
 class ReplicaActor:
@@ -247,7 +247,8 @@ class ReplicaPool:
         self._ending: set[asyncio.Task[None]] = set()
         self._scalings, self._scaled_because = 0, ""
         self._given_up = 0
-        """Number of replicas that were given up since `asyncrl scale` was last given."""
+        """Number of replicas that were given up since `asyncrl scale` was last given, without those that are no longer
+        wanted."""
         self._lost: list[str] = []
         self._below_since_s: float | None = None
         self._wrong_model: ConfigError | None = None
@@ -280,9 +281,10 @@ class ReplicaPool:
     async def look_after(self, own: OwnReplicas) -> None:
         """Begins to end, start, add and drain replicas, as the coordinator and the replicas themselves require.
 
-        Raises ConfigError if engines compute other log-probs than the learner from the first weights on, and
-        GeneratorPoolExhausted if fewer than `generator.min_replicas` replicas generate, and the missing ones are given
-        up, or do not generate again within `generator.replace_timeout_s`.
+        Raises ConfigError if engines compute other log-probs than the learner from the first weights on, and no replica
+        has generated samples. Raises GeneratorPoolExhausted if fewer than `generator.min_replicas` replicas generate
+        (or than are wanted, if that is fewer), and the missing ones are given up, or do not generate again within
+        `generator.replace_timeout_s`.
         """
         for replica in [*self.replicas]:
             if (report := own.reports.get(replica.name)) is not None:
@@ -348,7 +350,8 @@ class ReplicaPool:
     # --- failures -----------------------------------------------------------------------------------------------
 
     def _look_at(self, replica: Replica, view: ReplicaView | None) -> None:
-        """Begins to replace a replica that has failed, or to ask one that is silent whether it lives."""
+        """Begins to replace a replica whose rollout loop has ended, or to ask one that is suspect or quarantined
+        whether it lives."""
         assert replica.running is not None
         if replica.running.done():
             self._begin(replica, self._replace(replica, replica.ended_with))
@@ -359,8 +362,9 @@ class ReplicaPool:
         replica.work = asyncio.create_task(work, name=f"supervision of {replica.name}")
 
     async def _ask(self, replica: Replica, view: ReplicaView) -> None:
-        """Replaces a silent replica if its process does not answer. If it answers, only its heartbeats are late, and
-        nothing is done."""
+        """Replaces a suspect or quarantined replica if its process does not answer within
+        `buffer.heartbeat_timeout_s`. If it answers, does nothing: its heartbeats are late, or it ends its rollout loop
+        itself."""
         timeout_s = self.config.buffer.heartbeat_timeout_s
         try:
             assert replica.process is not None
@@ -636,7 +640,7 @@ class GeneratorDeployment:
     """`run` starts the replicas and returns when the run has ended or `stop` is set. It returns the run's last state;
     None if `stop` was set.
 
-    `started` is called once for each replica whose engine has started, with the processes of the replica. `new_actor`
+    `started` is called each time an engine of a replica has started, with the processes of the replica. `new_actor`
     makes the actor of each start of a replica. `kept` has the replicas of an earlier run of this process, which the
     deployment takes over. The run and the replicas are checked every `watch_every_s` seconds.
 
@@ -644,8 +648,8 @@ class GeneratorDeployment:
     until `stop` is set. `grace_left_s` returns how many seconds the groups in flight may take at the end; default:
     `run.shutdown_grace_s`.
 
-    If SIGTERM has ended the learner before its last step, the replicas stay for `generator.wait_for_learner_s` seconds,
-    as after a learner that was killed. The next learner continues with them.
+    If SIGTERM has ended the learner before its last step, the replicas stay for `generator.wait_for_learner_s` seconds.
+    The next learner continues with them, as it does after a learner that was killed.
     """
 
     def __init__(
@@ -722,8 +726,8 @@ class GeneratorDeployment:
     async def _watch(self, handles: RunHandles, stop: asyncio.Event) -> RunState | None:
         """Looks after the replicas. Returns the run's state when it has ended, or None when `stop` is set.
 
-        Raises GeneratorPoolExhausted if too few replicas live, and StallError if the run made no progress for
-        `run.stall_timeout_s`.
+        Raises the errors of `ReplicaPool.look_after`, and StallError if the run made no progress for
+        `run.stall_timeout_s`, although it is running or has lost its learner after a step.
         """
         progress = Progress()
         while not stop.is_set():

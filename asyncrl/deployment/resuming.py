@@ -87,9 +87,9 @@ def unfinished_run(directory: Path, config: Config) -> Resumed | None:
     """Chooses the newest checkpoint of a run that has not finished. For `asyncrl up`.
 
     Returns None if the run has finished, or has no complete checkpoint. Raises CheckpointDamaged if it has complete
-    checkpoints, but none of them can be used, CheckpointOfOtherFormat if another version wrote them, RunError if it is
-    a fork without a checkpoint, and ConfigError, which names the key and both values, if `config` changes a setting
-    that must stay.
+    checkpoints, but none of them can be used, CheckpointOfOtherFormat if another version wrote them, CheckpointError if
+    the newest one is of another run, RunError if it is a fork without a checkpoint, and ConfigError, which names the
+    key and both values, if `config` changes a setting that must stay.
     """
     checkpoints = directory / CHECKPOINTS
     put_back(checkpoints)
@@ -122,8 +122,8 @@ def chosen_checkpoint(directory: Path, config: Config, *, step: int | None) -> R
     `asyncrl resume`.
 
     Raises ConfigError if there is no such checkpoint, if it is of the last step or later, or if `config` changes a
-    setting that must stay. Raises CheckpointDamaged if its files differ from its manifest, and RunError if `run.json`
-    cannot be read.
+    setting that must stay. Raises the other errors of `found_checkpoint`, CheckpointError if the checkpoint is of
+    another run, and RunError if `run.json` cannot be read.
     """
     put_back(directory / CHECKPOINTS)
     info = read_info(directory)
@@ -225,7 +225,8 @@ def last_set_aside(folder: Path) -> int:
 
 
 def known_lineage(directory: Path) -> Lineage | None:
-    """Returns the incarnations of the run; None if it was never resumed."""
+    """Returns the incarnations of the run; None if it was never resumed. Raises RunError if their file cannot be
+    read."""
     path = directory / LINEAGE
     try:
         return msgspec.json.decode(read(path), type=Lineage)
@@ -245,7 +246,11 @@ def _newest(directory: Path) -> tuple[Path, RunManifest] | None:
 
 
 def found_checkpoint(directory: Path, step: int | None) -> tuple[Path, RunManifest]:
-    """Returns the checkpoint after `step` steps, or the newest undamaged one if `step` is None, with its manifest."""
+    """Returns the checkpoint after `step` steps, or the newest undamaged one if `step` is None, with its manifest.
+
+    Raises ConfigError if there is none, CheckpointDamaged if the files of the one after `step` steps differ from its
+    manifest, and CheckpointOfOtherFormat if another version of asyncrl wrote it.
+    """
     checkpoints = directory / CHECKPOINTS
     if step is None:
         if (found := _newest(directory)) is None:

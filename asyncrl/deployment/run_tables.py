@@ -105,7 +105,7 @@ def load_sweep(folder: Path | str) -> dict[str, RunTables]:
     """Returns the records of the runs of a sweep by the name of the run, in the order of the names. `folder` is the
     folder of the sweep (`runs/NAME`). Runs that have not begun, or have trained no step yet, are left out.
 
-    Raises RunError if it has no run, and the errors of `load_run`.
+    Raises RunError if no run is left, and the errors of `load_run`.
 
     >>> import asyncrl
     >>> {name: run.steps["reward_mean"][-1] for name, run in asyncrl.load_sweep("runs/limits").items()}

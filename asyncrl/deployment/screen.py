@@ -26,7 +26,7 @@ class Screen:
     """`show` updates the live view, and `report` prints a permanent line. The learner passes each record of the run to
     the sink `records`.
 
-    `started_s` is the start of the process on the monotonic clock.
+    `started_s` is the start of the command, or of the call of `asyncrl.run`, on the monotonic clock.
     """
 
     show: Callable[[LiveView], None]
@@ -36,7 +36,7 @@ class Screen:
 
     @property
     def elapsed_s(self) -> float:
-        """Time since the start of the process, seconds."""
+        """Time since `started_s`, seconds."""
         return time.monotonic() - self.started_s
 
     def starting(self, config: Config, phase: str) -> None:

@@ -88,12 +88,12 @@ async def check_admission(
     patience_s: float = 0.0,
     poll_s: float = LOCKED_POLL_S,
 ) -> None:
-    """Raises the error of `enter_run` if the run exists and would refuse this deployment. `restores` is the nonce of
-    the run of which a learner restores a checkpoint; None if it restores none.
+    """Raises the error of `enter_run` if the run exists and would refuse this deployment. Its prompts are not compared
+    yet. `restores` is the nonce of the run of which a learner restores a checkpoint; None if it restores none.
 
-    The commands call it first, so that nothing is started for a deployment that the run refuses. While the run still
-    has a learner, waits up to `patience_s` seconds and asks every `poll_s` seconds: a learner that was killed counts as
-    gone only after `buffer.heartbeat_timeout_s`.
+    The commands call it first, so that nothing is started for a deployment that the run refuses. While the error is
+    RunLocked, because the run still has a learner or is ending, waits up to `patience_s` seconds and asks every
+    `poll_s` seconds: a learner that was killed counts as gone only after `buffer.heartbeat_timeout_s`.
     """
     handle = named_actor(COORDINATOR, namespace=config.run.name)
     if handle is None:
@@ -118,8 +118,9 @@ async def enter_run(
     buffer's snapshot of its checkpoint as `restored`.
 
     Raises RunMismatch, which names a config key whose value differs from the run's, a package with another version, or
-    the first of `tasks` that differs from the run's prompts. Raises RunLocked, which names the learner that the run has
-    already, and LearnerNotRestored for a learner that would continue the run without its weights.
+    the first of `tasks` that differs from the run's prompts. Raises RunLocked if the run has a learner already, which
+    the error names, or is ending. Raises LearnerNotRestored for a learner that would continue the run without its
+    weights, or after its end.
     """
     source = f"{_source(config)} on {deployment.host}"
     prompts = await asyncio.to_thread(prompt_data, tasks, source=source)

@@ -1,4 +1,5 @@
-"""Checks the folders for temporary files: Ray's, and the one of all other libraries. Does not import Ray.
+"""Checks the folders for temporary files: Ray's, and the one of all other libraries. Makes a private one for Ray. Does
+not import Ray.
 
 Ray and vLLM make Unix sockets in these folders, and Linux limits the path of a socket to 107 bytes (unix(7)).
 """
@@ -58,7 +59,8 @@ def private_folder() -> Path:
 
 
 def make_private_folder() -> Path:
-    """Makes the folder of `private_folder` and returns it. Raises RunError if it belongs to another user.
+    """Makes the folder of `private_folder` and returns it. Raises RunError if it cannot be made, is not a folder, or
+    belongs to another user.
 
     A folder whose mode cannot be set, or which another user could rename, is used as it is, with a warning.
     """
@@ -116,9 +118,10 @@ def _is_private(folder: Path) -> bool:
 
 
 def temporary_folder_problems(*, ray: bool = True, vllm: bool = True) -> list[FolderProblem]:
-    """Returns the problems of the folder in which Ray starts on this machine, and of the folder of vLLM's sockets.
+    """Returns the first problem of the folder in which Ray starts on this machine (with `ray`), and the first one of
+    the folder of vLLM's sockets (with `vllm`). A folder without a problem gives none.
 
-    If Ray and vLLM use the same folder, its problem is returned once.
+    If Ray and vLLM use the same folder, only one problem of it is returned.
     """
     uses: list[tuple[str, Path, str]] = []
     if ray:

@@ -84,7 +84,7 @@ class Training:
         ranks: AsyncExitStack,
     ) -> RunTotals:
         """Trains, and reads the rows through `client`. When the stack `ranks` closes, it ends the ranks and deletes the
-        weights that they have published."""
+        weights that they have published. Raises Stopped if `stop` is set before the ranks have started."""
         config, own = self.config, handles.lineage.incarnation
         ranks.push_async_callback(asyncio.to_thread, self._transport.delete, lambda version: version.incarnation == own)
         make_ranks = partial(RankGroup, kept=self.kept)
