@@ -1,4 +1,4 @@
-"""`asyncrl audit RUN`: checks from a run's records that every prompt was trained exactly once by known weights."""
+"""`asyncrl audit RUN`: checks from a run's files that nothing was lost, repeated or exchanged."""
 
 import tempfile
 from pathlib import Path

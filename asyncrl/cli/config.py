@@ -26,8 +26,9 @@ app = command_app(help="Show, check or describe a configuration, without startin
 @app.command()
 def show(files: ConfigFiles, overrides: Overrides) -> None:
     """Print the merged configuration as YAML, with all defaults. A comment in the section algorithm has all axes
-    (parts) of the objective, as `asyncrl losses -c` prints them. Comments mark the time limits that follow the size of
-    the model. If an axis has a wrong value, a warning on stderr says so, and the comment with the axes is left out."""
+    (parts) of the objective, as `asyncrl losses -c` prints them; a loss of your own has none. Comments mark the time
+    limits that follow the size of the model. If an axis has a wrong value, a warning on stderr says so, and the comment
+    with the axes is left out."""
     config = load_config(files, overrides)
     derived = timeouts_of_model(config)
     text = _marked(dump_config(with_timeouts(config, derived)), derived)
@@ -40,7 +41,8 @@ def show(files: ConfigFiles, overrides: Overrides) -> None:
 
 
 def _with_axes(text: str, config: Config) -> str:
-    """Adds all axes of the objective, with the overrides, as a comment to the end of the section `algorithm`."""
+    """Adds all axes of the objective, after `algorithm.overrides`, as a comment to the end of the section
+    `algorithm`."""
     axes = "".join(f"  # {line}\n" for line in axes_of_config(config).splitlines())
     comment = f"  # All axes of the objective, and the advantages:\n{axes}"
     return re.sub(r"^algorithm:\n.*?(?=^\S|\Z)", lambda found: found[0] + comment, text, flags=re.DOTALL | re.MULTILINE)

@@ -1,7 +1,8 @@
 """`asyncrl doctor`: checks whether this machine is ready for a run, and says how to fix each problem.
 
-`examine` collects facts about the machine. Each check turns one fact into a finding. Each package is imported in a
-separate process with a deadline, because a broken package may crash or hang, and `doctor` must not.
+`examine` collects facts about the machine. The checks turn facts into findings. torch, vLLM and the packages for images
+and sound are imported in separate processes with a deadline, because a broken package may crash or hang, and `doctor`
+must not.
 """
 
 import importlib.metadata

@@ -18,7 +18,8 @@ from asyncrl.learner.records import known_info, read_config
 CLOSE_S = 60.0
 """Time beyond `run.shutdown_grace_s` that `down` waits for the end of a run, seconds."""
 KILLED_S = 10.0
-"""Time that a process has to end after a second signal, before it is killed, seconds."""
+"""Longest wait, seconds: for the end of a run after a second signal, before its process is killed, and for the end of
+a process that has closed the run's directory."""
 POLL_S = 0.2
 """Time between two checks whether the process has closed the run's directory, seconds."""
 
@@ -99,8 +100,10 @@ def _grace_s(directory: Path) -> float:
 
 
 def _end_process(directory: Path, process: psutil.Process, *, grace_s: float, now: bool) -> None:
-    """Ends a run that lives on this machine by signals to its process. Waits until the process has closed the run's
-    directory, and not until the process has ended: the process may be a notebook, which goes on after its run."""
+    """Ends a run that lives on this machine by signals to its process, which is killed if `now` is set and signals do
+    not help. Waits until the process has closed the run's directory, and then at most `KILLED_S` until it has ended:
+    the process may be a notebook, which goes on after its run. Raises RunError if the run has not ended after
+    `grace_s`, or belongs to another user."""
     from asyncrl.deployment.known_runs import process_of
 
     info = known_info(directory)

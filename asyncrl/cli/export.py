@@ -22,7 +22,7 @@ from asyncrl.policy.model_directory import counts_problem
 from asyncrl.run_files import opened
 
 BEST = "best"
-"""Name for --at of the checkpoint with the highest held-out reward."""
+"""Name for --at of the kept checkpoint with the highest held-out reward."""
 
 
 def export(

@@ -61,8 +61,8 @@ def fork(
     point: ForkPoint | None = None
     begun = begun_directory()
     if begun is not None and complete_steps(begun / CHECKPOINTS):
-        # An earlier process of this command has begun the fork, and then died. The fork is resumed from its own newest
-        # checkpoint, so the run from which it was forked is not read again.
+        # An earlier process of this command has begun the fork and saved a checkpoint, and then died. The fork is
+        # resumed from this checkpoint, so the run from which it was forked is not read again.
         if (info := known_info(begun)) is not None and info.state == "finished":
             say(f"run {begun} is finished: {info.exit_reason}")
             return
@@ -91,7 +91,8 @@ def _layers(
     source: Path, files: list[Path], here: Layer, overrides: list[str], *, step: int | None, trust: bool
 ) -> tuple[list[Layer], ForkPoint]:
     """Returns the layers of the fork's configuration, and the checkpoint with which it begins. Raises ConfigError for a
-    configuration that needs --trust, or for a model of another shape."""
+    configuration that needs --trust, for another adapter or tiny model than that of the checkpoint, or if there is no
+    such checkpoint, and RunError if `source` has no run.json."""
     saved = saved_config(source)
     check_recorded(source, saved)
     # The file is read once: its owner could change it after the check of trust.

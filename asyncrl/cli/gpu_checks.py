@@ -46,7 +46,8 @@ def fail(what: str, *, fix: str) -> Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Result of Python code in a separate process: the last line of stdout if it succeeded, else that of stderr."""
+    """Result of Python code in a separate process: the last line of stdout if it succeeded, else that of stderr. If
+    there is no such line, the exit status or the time limit in words."""
 
     succeeded: bool
     last_line: str

@@ -1,4 +1,4 @@
-"""`asyncrl head`: starts a local Ray cluster for the deployments of runs in other terminals, until it is stopped."""
+"""`asyncrl head`: starts a local Ray cluster for the deployments of one run in other terminals, until it is stopped."""
 
 import asyncio
 from typing import Annotated
@@ -22,8 +22,8 @@ def head(
     """Start a Ray cluster that only this machine can reach, with room for the learner and the generators of a run.
 
     `asyncrl learner` and `asyncrl generator` of the same run find it by themselves in other terminals. Other runs may
-    have heads of their own on this machine. The cluster ends with this command, which ends on Ctrl-C or SIGTERM. A
-    cluster of several machines is started with `ray start` (deploy/).
+    have heads of their own on this machine. The cluster ends with this command, which ends on Ctrl-C, on
+    SIGTERM, or when the terminal is closed. A cluster of several machines is started with `ray start` (deploy/).
 
     \b
       asyncrl head      -c quickstart          # one terminal

@@ -26,7 +26,8 @@ from asyncrl.errors import ConfigError, DatasetError
 from asyncrl.policy.model_directory import read_model
 
 LOOKED_AT = 10_000
-"""Number of prompts whose lengths are measured. This takes seconds and finds the longest prompt of most datasets."""
+"""Number of first prompts whose lengths are measured, with those of their answers. This takes seconds and finds the
+longest prompt of most datasets."""
 FEW_HELDOUT = 20
 """With fewer held-out questions than this, a single one moves the held-out reward by more than 0.05."""
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -154,7 +155,7 @@ def _write_starter(
 
 def _section(data: str, *, subset: str | None, split: str, prompt: str | None, answer: str | None) -> dict[str, Any]:
     """Returns the keys of the section `data` for DATA and the options about it. Raises DatasetError if DATA cannot be
-    read, and ConfigError if its columns are not known."""
+    read, and ConfigError if its columns are not known, or if columns are given for a function."""
     path, section = Path(data), dict[str, Any]()
     is_table = path.suffix in FORMATS and path.suffix != ".jsonl"
     if is_import_path(data):
@@ -177,8 +178,9 @@ def _section(data: str, *, subset: str | None, split: str, prompt: str | None, a
 
 
 def _columns_of(config: Config) -> list[str] | None:
-    """Returns the keys that have a value in one of the first rows of a file or of a dataset on the Hub; None if its
-    rows come from code, or if its first row is not an object."""
+    """Returns the keys, and those of nested objects as `key.name`, that have a value in one of the first rows of a file
+    or of a dataset on the Hub. Returns None if the rows come from code, if there are none, or if the first one is not
+    an object."""
     if config.data.dataset not in ("hf", "jsonl"):
         return None
     _, rows = dataset_rows(config)
@@ -204,8 +206,9 @@ def _other_answers(tasks: Sequence[Task], section: Mapping[str, Any]) -> Iterato
 
 
 def _with_system_prompt(tasks: list[Task], section: dict[str, Any], *, model: str) -> tuple[list[Task], Sequence[str]]:
-    """If the rows have a column with a system prompt, and its text is the same in all of them, adds the text to the
-    section `data` and to the prompts. Returns the tasks, and lines about the column."""
+    """If the rows have a column with a system prompt, adds its text to the section `data` and to the prompts, unless
+    the text differs between rows, rows have messages of the system, or the model has no chat template. Returns the
+    tasks, and lines about the column. Does nothing if the section has a system prompt already."""
     columns = likely_columns("system_prompt", (key for task in tasks[:FIRST_ROWS] for key in task.metadata))
     if not columns or "system_prompt" in section:
         return tasks, ()
@@ -241,7 +244,7 @@ def _write_checked(output: Path, text: str) -> list[str]:
     """Writes the configuration and checks it. Returns warnings.
 
     Raises ConfigError if the file cannot be written. Also raises it if the configuration cannot run, and restores the
-    file.
+    earlier file, or removes the new one if there was none.
     """
     before = output.read_bytes() if output.exists() else None
     try:
@@ -291,7 +294,8 @@ def _facts(
 
 
 def _positions(model: str) -> int | None:
-    """Returns the maximum sequence length of the model, from its directory or from the Hugging Face Hub, tokens."""
+    """Returns the maximum sequence length of the model, from its directory or from the Hugging Face Hub, tokens; None
+    if its config.json does not have it. Raises ConfigError if config.json cannot be read."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

@@ -16,8 +16,9 @@ def learner(
     """Start the learner of a run on a running Ray cluster. Generators may have started already, or may join later.
 
     A run has one learner. Only the learner writes to the run's directory. It ends cleanly on SIGTERM, on Ctrl-C, or
-    when the terminal is closed. If it is killed, it starts again by itself and continues from its newest checkpoint.
-    The generators stay meanwhile. Groups that they generated with weights up to that checkpoint are kept.
+    when the terminal is closed. If it is killed, it starts again by itself and continues from its newest checkpoint, at
+    most run.max_restarts times within an hour. The generators stay meanwhile. Groups that they generated with weights
+    up to that checkpoint are kept.
     """
     config, prompts = prepared(files, overrides, roles=[Role.LEARNER], allow_public=allow_public)
     run_in_terminal(

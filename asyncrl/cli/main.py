@@ -44,7 +44,8 @@ READERS = ("status", "top", "stacks", "scale", "down", "audit", "samples", "expo
 """The commands that use the files of a run, which may be damaged or come from another person. An error that such files
 can cause is shown in one sentence."""
 LONGEST_PROBLEM = 300
-"""Maximum number of characters of an error that are shown. The error may contain the content of a file."""
+"""Maximum number of characters of an error of a damaged file that are shown. The error may contain the content of the
+file."""
 COMMANDS: dict[str, str] = {
     "up": "Run everything on this machine: Ray, generators, learner, live view.",
     "sweep": "Train a run for each combination of settings and each seed, and compare them.",
@@ -181,8 +182,8 @@ def _show_traceback(*error: Any) -> None:
 
 def main() -> None:
     """Runs the command in `sys.argv`. A command of `SUPERVISED` runs in a child process, and this process starts
-    another child if that one dies. A command of `REPORTED` also runs in a child process, whose death this process only
-    reports."""
+    another child if that one dies, or ends with an error that a restart may fix. A command of `REPORTED` also runs in a
+    child process, whose death this process only reports."""
     # By default the garbage collector searches new objects so often that this takes a seventh of the time of imports.
     gc.set_threshold(GARBAGE_AFTER)
     sys.excepthook = _show_traceback

@@ -190,8 +190,8 @@ def clear_previous(config: Config) -> None:
 
 
 def print_previous(run_dir: "RunDir") -> None:
-    """Prints and logs from which checkpoint the run continues or was forked, and to which directory the previous run of
-    this name was moved."""
+    """Prints and logs from which checkpoint the run continues or was forked. Prints to which directories the previous
+    run of this name and later checkpoints were moved."""
     from asyncrl.views.quantities import duration
 
     fork = run_dir.forked_from
@@ -224,8 +224,8 @@ def print_previous(run_dir: "RunDir") -> None:
 def again(
     command: str, files: list[Path], overrides: list[str], *, address: str | None = None, allow_public: bool = False
 ) -> list[str]:
-    """Returns the words of the command line that started a run, without `asyncrl`. Messages show them as the command
-    that resumes the run."""
+    """Returns the words of a command line that starts or resumes a run, without `asyncrl`. Messages show them as the
+    command that resumes the run."""
     words = [command, *(word for file in files for word in ("-c", str(file)))]
     words += ["--address", address] if address else []
     return words + (["--allow-public"] if allow_public else []) + overrides
@@ -247,7 +247,7 @@ def print_outcome(summary: "Summary | None", run_dir: Path, *, config: Config, a
     """Prints the last lines of a run: totals, report, weights, and the command that resumes it or continues the
     training.
 
-    `again` is the command that started the run, without `asyncrl`. `summary` is None if the run trained no step.
+    `again` is the command that resumes the run, without `asyncrl`. `summary` is None if the run trained no step.
     """
     if summary is None:
         say("the run ended before a step was trained", err=True)

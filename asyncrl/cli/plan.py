@@ -25,7 +25,7 @@ COPIED_BYTES = 256 * 2**20
 GPU_COPY_SPEED = 10e9
 """Assumed speed of a copy between a node's memory and a GPU, bytes per second. It was not measured."""
 LARGE_NODE_GIB = 1024.0
-"""Assumed memory of a node with GPUs, GiB."""
+"""Assumed memory of a node with GPUs, GiB, unless the user gives it."""
 MEASURED = "1.03 to 1.45"
 """Memory that training has used on GPUs, as a multiple of the sum that the plan computes for a rank (docs/gpu.md). The
 difference is fragments and libraries."""
@@ -35,7 +35,8 @@ _ONLY_CONFIG = "for a plan, a folder with the model's config.json alone is enoug
 
 
 def show_plan(config: Config, *, node_gib: float | None, gpu_gib: float, gpus_per_node: int) -> None:
-    """Prints the plan. Raises ConfigError if something does not fit."""
+    """Prints the plan. Raises ConfigError if something does not fit, or for a model of which there is no plan
+    (`specs_of`). `node_gib` None: the memory of this machine, or `LARGE_NODE_GIB` if the run uses GPUs."""
     has_gpus = bool(config.generator.gpus or any(pool.gpus for pool in config.rank_pools().values()))
     here = psutil.virtual_memory().total / GIB
     hardware = Hardware(
@@ -65,7 +66,7 @@ def show_plan(config: Config, *, node_gib: float | None, gpu_gib: float, gpus_pe
 
 def specs_of(config: Config, *, adapter: bool = False) -> tuple[ParameterSpec, ...]:
     """Returns the parameters of the model, or of its adapter, from the model's config.json alone. Raises ConfigError if
-    this file cannot be read, or if the model lacks layers that `model.lora` names."""
+    this file is missing or cannot be read, or, for the adapter, if the model lacks layers that `model.lora` names."""
     import torch
 
     if config.model.tiny is not None and not Path(config.model.path, "config.json").exists():

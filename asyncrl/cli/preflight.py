@@ -61,7 +61,8 @@ if TYPE_CHECKING:
     from asyncrl.deployment.inputs import Prompts
 
 FIRST_PROMPTS = 1000
-"""Number of prompts whose length is checked before the start. All prompts are checked while Ray starts."""
+"""Number of first prompts of each part whose lengths and control tokens are checked before the start. All prompts are
+checked while Ray starts."""
 HUB_TIMEOUT_S = 5.0
 """Maximum time for the request to the Hugging Face Hub, seconds."""
 _TASK = "environment.options.task"
@@ -123,8 +124,8 @@ def look(config: Config) -> list[str]:
     """Reads the first rows of the user's dataset, creates the user's code as a run does, and calls it. For `asyncrl
     config check`.
 
-    Returns notes about the rows that were read, and about where answers end. Raises ConfigError with one line for each
-    problem. Sends no request to the Hugging Face Hub.
+    Returns notes about the rows that were read, about where answers end, and about a model of the Hugging Face Hub.
+    Raises ConfigError with one line for each problem. Sends no request to the Hub.
     """
     notes = run_checks(config, [*_trials(config, tuple(Role)), _first_rows])
     run_checks(config, _calls(config))
@@ -140,8 +141,9 @@ def look(config: Config) -> list[str]:
 def prepared(
     files: Sequence[Layer], overrides: list[str], *, roles: Collection[Role] = tuple(Role), allow_public: bool
 ) -> "tuple[Config, Prompts | None]":
-    """Returns the checked configuration of the layers `files` and the result of `prepare`. The first action of a
-    command that starts deployments of `roles`."""
+    """Returns the checked configuration of the layers `files` and the result of `prepare`, for a command that starts
+    deployments of `roles`. Raises the errors of both, and RunError if the command must not restart its run
+    (`check_restart`)."""
     outlive_terminal()
     config, warnings = checked_config(files, overrides, roles=roles, allow_public=allow_public)
     check_restart(config, restarts())
@@ -587,8 +589,8 @@ def _try_scoring(section: EnvironmentSection, _: Config) -> None:
 
 
 def _try_template(config: Config) -> None:
-    """Checks that an agent's turns can be put together with the model's chat template. Does nothing if the model's
-    files are not on this machine."""
+    """Checks that an agent's turns can be put together with the model's chat template, and, if a part has tools, that
+    the template writes tools and their results. Does nothing if the model's files are not on this machine."""
     from asyncrl.data.tokenizer import load_tokenizer  # imports transformers
     from asyncrl.gateway.rendering import Renderer
 

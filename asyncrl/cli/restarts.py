@@ -3,7 +3,7 @@
 `supervise` forks before Ray or torch is imported. The child runs the command. The parent has no other work than to
 start the next child, so it stays alive when the child is killed or runs out of memory. The command in each child
 decides whether it may restart the run (`preflight.check_restart`), because only the command knows the configuration.
-Children that die before they can decide end the command after `EARLY_DEATHS` of them.
+Children that die before they can decide end the command after `EARLY_DEATHS` of them in a row.
 
 `report_death` does the same for a command that its user starts again: its parent only turns the death of its child into
 the exit code `RESTART_MENDS`.

@@ -81,7 +81,8 @@ def resume(
 
 
 def check_recorded(directory: Path, saved: Path) -> None:
-    """Raises RunError if there is no `run.json`: without it, a new run would begin, and none would be resumed."""
+    """Raises RunError if the directory has no `run.json`, or if this file cannot be read: then no run was recorded
+    there, and `resume` would begin a new one. `saved` is the run's config.yaml, for the message."""
     if not (directory / "run.json").exists():
         raise RunError(
             f"{directory} has a configuration and no run.json, so no run was recorded there that could be resumed; put "

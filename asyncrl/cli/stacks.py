@@ -1,4 +1,4 @@
-"""`asyncrl stacks RUN`: prints the stacks of all processes of a run on this machine."""
+"""`asyncrl stacks RUN`: prints the stacks of the processes of a run on this machine, except for Ray's daemons."""
 
 import shutil
 import subprocess
@@ -60,7 +60,8 @@ def _py_spy() -> str:
 
 
 def _title(process: psutil.Process) -> str:
-    """Returns the name that a process shows, or its command; "" if it has ended."""
+    """Returns the name of a Ray daemon, or the command line of another process; "" if it has ended or cannot be
+    read."""
     try:
         words, name = process.cmdline(), str(process.name())
     except psutil.Error:
@@ -69,7 +70,8 @@ def _title(process: psutil.Process) -> str:
 
 
 def _print_stacks(process: psutil.Process, program: str, *, native: bool) -> str:
-    """Prints the stacks of a process. Returns why they could not be read; "" if they were."""
+    """Prints the stacks of a process. Returns why they could not be read; "" if they were, or if the process has ended
+    meanwhile."""
     title = f"{_title(process)[:TITLE]} (pid {process.pid})"
     options = ["--native"] if native else []
     try:

@@ -122,7 +122,8 @@ def run_in_terminal(
     new_parts: Callable[[], Parts] = imported_parts,
 ) -> None:
     """Runs the learner and the generators of a run (`command` "up", also of `resume` and `fork`), or only its learner
-    (`command` "learner"). Then prints how the run ended.
+    (`command` "learner"). Then prints how the run ended. Raises typer.Exit if the run trained no step, was ended by
+    SIGTERM before its last step, or is to start again.
 
     `prompts` are the prompts if they are loaded already. `address` is the cluster to join; None to start one. `choose`
     decides whether an earlier run in the directory is resumed, or the directory moved aside. `again` is the command
@@ -177,8 +178,9 @@ def join_admitted(address: str, config: Config, *, choose: Choice) -> Choice:
     Call it before the directory of an earlier run is moved aside. `choose` decides whether that run is resumed, or its
     directory moved aside. Returns the function to use in place of `choose`. It raises LearnerNotRestored, and moves
     nothing, if `choose` finds no checkpoint and the run on the cluster admits no learner without one. If the learner of
-    this directory may have been killed, waits until the run on the cluster counts it as gone. With
-    `run.lost_weights = new_run`, ends the run of this directory on the cluster if no learner can continue it.
+    this directory may have been killed, waits until the run on the cluster counts it as gone, at most
+    `buffer.heartbeat_timeout_s` + `buffer.call_timeout_s`. With `run.lost_weights = new_run`, ends the run of this
+    directory on the cluster if no learner can continue it.
 
     If this command has begun the run and was started again, waits for the cluster for up to `run.stall_timeout_s`,
     because its head may be starting again too. Otherwise the address may be wrong. Then a RunError is raised in place
@@ -244,7 +246,8 @@ def shown_run(
     """Takes the run's directory for this process (`reported_run`), and shows the run on `console` within the block.
 
     First removes the processes and files that a killed run of this name left. If an error ends the block, prints where
-    the run's newest weights are. `started_s` is the time on the monotonic clock at which the run's command began.
+    the run's newest weights are. `started_s` is the time on the monotonic clock at which the run's command, or
+    `asyncrl.run`, began.
     """
     clear_previous(config)
     taken = reported_run(config, role=role, choose=choose, forked_from=forked_from)
@@ -289,8 +292,9 @@ def reported_run(
 def mirrored(config: Config, run_dir: RunDir) -> Iterator[None]:
     """Copies the directory to `run.mirror` within the block, and then waits until everything is sent.
 
-    Waits at most `run.shutdown_grace_s`. After SIGTERM, this time counts from the signal. The directory stays locked
-    meanwhile. Raises ConfigError if another run is mirrored there.
+    Waits at most `run.shutdown_grace_s`. After SIGTERM, this time counts from the signal, but is at least
+    `LEAST_AT_END_S`. The directory stays locked meanwhile. Raises ConfigError if another run is mirrored there. Without
+    `run.mirror`, nothing is copied.
     """
     if config.run.mirror is None:
         yield

@@ -87,8 +87,8 @@ def status(
 ) -> None:
     """Show the state of a run: versions, buffer, generators, ledger, and what limits its speed.
 
-    If the run has ended or died, the command shows how it ended, its most important warning, and which processes and
-    files it left on this machine.
+    If the run has ended or died, the command shows how it ended, its warnings, and which processes and files it left on
+    this machine.
     """
     import msgspec.json
 

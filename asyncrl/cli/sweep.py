@@ -193,7 +193,8 @@ async def train_all(
     runs: Sequence[SweptRun], commands: Sequence[Sequence[str]], *, parallel: int, first: int, of: int
 ) -> list[str]:
     """Trains the runs, `parallel` of them at a time. Returns the names of those that failed. When a signal asks the
-    sweep to end, no further run is started."""
+    sweep to end, no further run is started, and typer.Exit is raised when the runs that train have ended. `first` is
+    the number of the first run, and `of` the number of all runs of the sweep, for the printed lines."""
     room, ending = asyncio.Semaphore(parallel), Ending()
     processes = TrainingProcesses(ending)
     failed, waiting = list[str](), {first + number for number in range(len(runs))}
@@ -252,7 +253,7 @@ def heldout(run: SweptRun) -> str:
 
 def write_comparison(runs: Sequence[SweptRun], folder: Path, *, seeds: int) -> None:
     """Prints the numbers of the runs that have trained a step, and writes them as a page and as CSV. Runs that differ
-    only in their seed are one group."""
+    only in their seed are one group. Does nothing if fewer than two runs have trained a step."""
     trained = [str(run.directory) for run in runs if read_lines(run.directory / "steps.jsonl", StepRecord)]
     if len(trained) < 2:
         return

@@ -146,7 +146,7 @@ class TrainingProcess:
         return msgspec.json.decode(line.result(), type=Ended)
 
     async def close(self) -> None:
-        """Lets the process end, and waits until it has ended. Kills it if it does not."""
+        """Lets the process end, and waits until it has ended. Kills it if it does not end within `END_S` seconds."""
         self.writer.close()
         try:
             async with asyncio.timeout(END_S):

@@ -1,7 +1,8 @@
 """How commands use the terminal: their help, and their output.
 
-The terminal, or the reader of a pipe, may go away before a command ends. Commands that start a run or a cluster go on
-without it (`outlive_terminal`).
+The terminal, or the reader of a pipe, may go away before a command ends. Commands that start a run or a cluster
+then drop their output and do not fail (`outlive_terminal`). SIGHUP, which a closed terminal sends, ends them cleanly
+(`run_until_done`).
 """
 
 import contextlib
@@ -34,8 +35,8 @@ class _LastingFile(io.FileIO):
 def say(text: str = "", *, label: str = "", color: str | None = None, err: bool = False) -> None:
     """Prints lines on stdout, or on stderr if `err` is set. `label` comes before them in bold, and in `color`.
 
-    All commands print with this function. It hides secrets and escapes control characters (`shown`), because the text
-    may come from a model.
+    Commands print with this function, or with a `ShownConsole`. Both hide secrets and escape control characters
+    (`shown`), because the text may come from a model.
     """
     parts = [typer.style(label, fg=color, bold=True)] if label else []
     typer.echo(" ".join([*parts, shown(text)] if text else parts), err=err)
@@ -72,7 +73,8 @@ def command_app(*, help: str | None = None, **settings: Any) -> typer.Typer:
 
 
 def outlive_terminal() -> None:
-    """Makes this process survive a closed terminal, or a pipe whose reader is gone."""
+    """Makes stdout and stderr drop what cannot be written, because the terminal is closed or the reader of a pipe is
+    gone. Otherwise the next line would end this process with an error."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         with contextlib.suppress(OSError, AttributeError):  # a test has replaced the stream by one without a file

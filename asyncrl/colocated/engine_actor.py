@@ -1,7 +1,7 @@
 """The Ray actor of one engine of a `VLLMGeneration`. A driver calls the actor's methods one by one.
 
 Invariants: an engine that has applied only a part of an update does not generate. Every wait for the engine has a
-deadline. The replica of an asynchronous run, which reserves its own work, is in
+deadline, in this module or in the driver. The replica of an asynchronous run, which reserves its own work, is in
 `asyncrl/generation/actor.py`.
 """
 
@@ -113,9 +113,9 @@ class EngineActor:
     async def _update(self) -> AsyncIterator[VLLMEngine]:
         """Gives the engine to a `with` block that applies one weight update. Waits until no other update runs.
 
-        Ends the engine when the block takes longer than `weights.load_timeout_s`. After TornReplica the engine has only
-        a part of the new weights and stays paused. Then its running requests are aborted, because they would wait until
-        the next update.
+        Ends the engine, and raises WeightError, when the block takes longer than `weights.load_timeout_s`. After
+        TornReplica the engine has only a part of the new weights and stays paused. Then its running requests are
+        aborted, because they would wait until the next update.
         """
         engine = self._started()
         async with self._updating:

@@ -7,9 +7,9 @@
     generation.shutdown()
 
 Invariants: every wait has a deadline. asyncrl's own errors, KeyError, ValueError and TypeError of an engine are raised
-unchanged, others as Ray's RayTaskError. `shutdown` returns True if every engine ended in time; any other call that
-returns a bool returns True if every engine returned True. An asynchronous run does not use this class: its replicas
-reserve their own work (`asyncrl/generation/actor.py`).
+unchanged (by `generate_async` only asyncrl's own), others as Ray's RayTaskError. `shutdown` returns True if every
+engine ended in time; any other call that returns a bool returns True if every engine returned True. An asynchronous run
+does not use this class: its replicas reserve their own work (`asyncrl/generation/actor.py`).
 """
 
 import asyncio
@@ -64,8 +64,8 @@ class VLLMGeneration(GenerationInterface):
 
     def start(self) -> None:
         """Places the engines and loads the model. Raises PlacementError if Ray has no room within
-        `ray.placement_timeout_s`, RunError if a process does not import vLLM within `generator.startup_timeout_s`, and
-        TimeoutError if an engine does not load the model within that time."""
+        `ray.placement_timeout_s`, RunError if a process does not import vLLM within `generator.startup_timeout_s`,
+        TimeoutError if an engine does not load the model within that time, and ConfigError with `model.lora`."""
         require_ray("place engines")
         config = self._config
         if config.model.lora is not None:

@@ -35,6 +35,8 @@ def refit_colocated(
     """Refits through memory that policy and engines share, on a device whose memory is too small for both to be active.
 
     Call it after `finish_generation`. The policy is off the device afterwards: `prepare_for_training` brings it back.
+    The weights are shared in groups that fit into `refit_buffer_size_gb` GiB, if it is given, and into half of the free
+    memory of a device. `version` is the label of the weights; None: one step after the last one that the policy sent.
     """
     policy.offload_before_refit()
     _require(generation.prepare_for_generation(tags=["weights"]), "waking the engines' weights")
@@ -48,7 +50,8 @@ def refit_colocated(
 def refit_by_broadcast(
     policy: ColocatablePolicyInterface, generation: GenerationInterface, *, version: Version | None = None
 ) -> None:
-    """Refits through the process group of policy and engines. The group's deadlines bound every wait."""
+    """Refits through the process group of policy and engines. The group's deadlines bound every wait. `version` is the
+    label of the weights; None: one step after the last one that the policy sent."""
     received = generation.update_weights_from_collective()
     sent = policy.broadcast_weights_for_collective(**_numbered(version))
     outcomes = [_outcome(ref) for ref in [*received, *sent]]

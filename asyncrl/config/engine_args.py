@@ -1,4 +1,4 @@
-"""Rules for `generator.engine_args`, vLLM's own engine arguments.
+"""Rules for `generator.engine_args`, vLLM's own engine arguments, and for `generator.tool_parser`.
 
 asyncrl refuses names that vLLM does not have, arguments that it sets itself, and arguments with which one of its
 guarantees would not hold. All others are passed on to vLLM, which checks their values when it starts.
@@ -116,8 +116,8 @@ def tool_parser_violations(config: Config) -> Iterator[str]:
 
 @functools.cache
 def tool_parser_names() -> frozenset[str]:
-    """Returns the names of the tool parsers of the installed vLLM; none if vLLM is not installed. They are read from
-    vLLM's source, because the import of vLLM takes many seconds."""
+    """Returns the names of the tool parsers of the installed vLLM; none if vLLM is not installed or has another
+    structure. They are read from vLLM's source, because the import of vLLM takes many seconds."""
     folder = installed()
     lines = ast.parse(source(folder, "vllm.tool_parsers")).body if folder is not None else []
     tables = [line.value for line in lines if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == _PARSERS]

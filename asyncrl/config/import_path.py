@@ -1,6 +1,6 @@
-"""Import paths: `package.module:callable`, with which the config names a reward, an environment, a loss or a dataset.
+"""Import paths: `package.module:callable`, with which the config names code of the user, such as a reward or a loss.
 
-A module is imported only when its path is resolved. Every failure is a ConfigError that names the key and the value.
+A module is imported only when its path is resolved. If this fails, a ConfigError names the key and the value.
 Callables of Python's standard library are refused, under any name: with the options or the arguments that a config or a
 model gives them, many of them run commands or remove files.
 """

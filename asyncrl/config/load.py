@@ -166,7 +166,8 @@ def _read_mapping(file: Path) -> dict[str, object]:
 
 
 def _text_of(file: Path) -> str:
-    """Returns the text of a file. A pipe is read only if it is one of the shell's, such as that of `-c <(command)`."""
+    """Returns the text of a file. A pipe or a device is read only below /dev and /proc, where the shell has its pipes,
+    such as that of `-c <(command)`. Raises ConfigError for other ones, and for more than `MOST_CHARACTERS` bytes."""
     mode = file.stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or str(file).startswith(("/dev/", "/proc/"))):
         raise ConfigError(f"{file}: is a named pipe, a socket or a device; name a regular file, or use -c <(command)")
@@ -287,7 +288,8 @@ _WANTED = {
 
 
 def error_message(violation: ErrorDetails, *, origins: Mapping[KeyPath, str]) -> str:
-    """Returns one line about one violation. `origins` says where each key was set: `in FILE` or ON_COMMAND_LINE."""
+    """Returns one line about one violation. `origins` says where each key was set: `in FILE`, `in mapping 2` or
+    ON_COMMAND_LINE."""
     path = tuple(str(part) for part in violation["loc"])
     origin = origin_of(path, origins)
     key, value = ".".join(path), violation["input"]
@@ -499,6 +501,9 @@ def _answers(path: Sequence[str], value: object) -> Iterator[str]:
 #   a command (`--api-key=...`), and parts of a connection string (`host=db password=...`).
 # - Its name ends with `token` or `key`, and it looks random. Such a name may also name something else (`stop_token`,
 #   `answer_key`).
+#
+# In the second case, values that are not secrets are accepted: `_HARMLESS` (placeholders, paths, names of variables),
+# and numbers below 1000.
 
 _CREDENTIAL = re.compile(
     r"""
@@ -640,7 +645,7 @@ _CORE_SCHEMA = (
 MOST_NODES, MOST_DEPTH, MOST_CHARACTERS, NODE_CHARACTERS = 10_000, 50, 2**20, 8
 """Limits of a YAML document: the number of its values, the depth of its lists and mappings, and its characters after
 each alias is written out. Each value counts as `NODE_CHARACTERS` characters more than its text has. A configuration
-with all of its keys has 500 values and a depth of 5."""
+with all of its keys has 500 values and a depth of 5. A file has at most `MOST_CHARACTERS` bytes."""
 
 
 class _Loader(Composer, SafeConstructor, Resolver, CParser):
@@ -754,8 +759,9 @@ def _refusal(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
 def parse_yaml(text: str, *, source: str, fix: str = "") -> object:
     """Returns the data of one YAML document; None for an empty document.
 
-    Raises ConfigError with `source`, line and column. Data that JSON cannot express (sets, bytes, cycles) is refused
-    too. `fix` is appended to the error if the text is not valid YAML; it says what the user can do.
+    Raises ConfigError with `source`, and with line and column if they are known. Data that JSON cannot express (sets,
+    bytes, cycles) is refused too. `fix` is appended to the error if the text is not valid YAML; it says what the user
+    can do.
     """
     loader = None
     try:

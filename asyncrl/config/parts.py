@@ -1,4 +1,4 @@
-"""The tasks of a run: one configuration for each part of a mixture."""
+"""The tasks of a run: one configuration for each part of a mixture, and for each named held-out set."""
 
 from asyncrl.config.schema import Config, DatasetSection, ScoringSection
 

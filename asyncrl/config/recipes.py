@@ -1,8 +1,8 @@
 """Finds configuration files: by path, or by the name of a recipe such as `quickstart`.
 
 A file may name other files. A relative `data.path` is a path from the working directory, as everywhere; if nothing has
-this path, it is a path from the folder of the file. So a configuration and its data can be used from any folder. The
-data of a recipe that is given by its name is always in the folder of the recipe.
+this path, it is a path from the folder of the file. So a configuration and its data can be used from any folder. For a
+recipe that is given by its name, the folder of the recipe is tried first.
 
 A recipe that is given by its name may also name a module beside it, such as `own_task:reward`. Python then imports it
 as a module of the package `asyncrl.recipes`, which every process finds, also one that resumes the run later.
@@ -35,7 +35,8 @@ def recipe_file(name: str) -> Path | None:
 
 
 def known_recipe(name: str) -> Path:
-    """Returns the file of the recipe `name`. Raises ConfigError, with a similar name, if there is none."""
+    """Returns the file of the recipe `name`. Raises ConfigError if there is none, with a similar name, or if several
+    recipes have this last part."""
     if (file := recipe_file(name)) is not None:
         return file
     names = recipe_names()
@@ -49,7 +50,8 @@ def config_file(given: Path) -> tuple[Path, bool]:
     """Returns the file that `given` names, and whether `given` is the name of a recipe. An existing file has
     precedence.
 
-    Raises ConfigError if `given` has no suffix and is neither a file nor a recipe. Other files may be missing.
+    Raises ConfigError if `given` is a relative path without a suffix, and neither exists nor is a recipe. Other files
+    may be missing.
     """
     if given.suffix or given.is_file() or given.is_absolute():
         return given, False

@@ -466,8 +466,8 @@ def _data(config: Config) -> Iterator[str]:
 
 
 def _evals(config: Config) -> Iterator[str]:
-    """Yields the violations of the rules about held-out sets, and about the settings that need evaluations:
-    `checkpoint.keep_best` and `run.stop_when`."""
+    """Yields the violations of the rules about held-out sets, about the settings that need evaluations
+    (`checkpoint.keep_best` and `run.stop_when`), and about `checkpoint.keep_every`."""
     for name, each in config.eval.sets.items():
         key = f"eval.sets.{name}"
         if name == HELDOUT:
@@ -489,7 +489,8 @@ def _evals(config: Config) -> Iterator[str]:
 
 
 def _no_evaluations(config: Config, name: str, *, key: str, needed_by: str) -> Iterator[str]:
-    """Yields a violation if the held-out set `name`, the value of `key`, is never evaluated."""
+    """Yields a violation if there is no held-out set `name`, the value of `key`, or if the set has no prompts.
+    `needed_by` is the setting that needs its evaluations."""
     sets = config.eval.each_set()
     if name not in sets:
         yield f"{key} = {name}: there is no such held-out set; the sets are {', '.join(sets)}"

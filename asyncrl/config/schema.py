@@ -156,8 +156,8 @@ class RunSection(Section):
     """Form of the lines of logs. `json`: each line is a JSON object with the time in UTC, level, logger, message, run,
     role and node, and, if they are known, incarnation, replica or rank, and step: for collectors of logs."""
     max_restarts: Annotated[NonNegativeInt, PER_DEPLOYMENT] = 3
-    """Number of times within an hour that `asyncrl up` or `asyncrl learner` starts again by itself after a process of
-    the run has died. Each restart resumes the run from its newest checkpoint. 0 turns restarts off."""
+    """Number of times within an hour that `asyncrl up`, `resume`, `fork` or `learner` starts again by itself after a
+    process of the run has died. Each restart resumes the run from its newest checkpoint. 0 turns restarts off."""
     lost_weights: Annotated[Literal["refuse", "new_run"], PER_DEPLOYMENT] = "refuse"
     """The choice of a learner whose run still exists on the Ray cluster, but cannot go on: the run has ended or failed,
     or its learner was killed before the first checkpoint. `refuse`: the learner ends with an error that names
@@ -241,8 +241,8 @@ class ModelSection(Section):
     """A tiny model, which is built at `model.path` if that directory does not exist (`asyncrl model`). A tiny model
     that asyncrl built there earlier is built again if this section, `model.max_length` or the training prompts have
     changed. A directory that holds another model is used as it is. The model is built only if the file or the command
-    line that sets `model.path` also sets a key of `model.tiny` (`model.tiny={}` is enough), and never in the directory
-    of a run."""
+    line that sets `model.path` also sets a key of `model.tiny` (`model.tiny={}` is enough), and never inside
+    `run.dir`."""
 
 
 class Example(Section):
@@ -463,7 +463,7 @@ class DataSection(DatasetSection):
 
 
 MOST_REPLICAS = 10_000
-"""Largest number of replicas of a run. More were never tried."""
+"""Largest number of replicas that `generator.autoscale` and `asyncrl scale` accept. More were never tried."""
 
 
 class AutoscaleSection(Section):
@@ -629,7 +629,8 @@ class LearnerSection(Section):
     total_steps: PositiveInt = 200
     """Steps of the run."""
     groups_per_step: PositiveInt = 16
-    """B: groups in a step. It must be a multiple of `ranks` × `updates_per_step`."""
+    """B: groups in a step. It must be a multiple of `ranks` × `updates_per_step`, and of `critic.ranks` ×
+    `updates_per_step` if there is a critic."""
     group_size: PositiveInt = 8
     """G: samples of one prompt."""
     updates_per_step: PositiveInt = 1
@@ -907,8 +908,8 @@ class AuditSection(Section):
     `asyncrl audit` can then compute every step again and score every trained token under the weights of its version,
     and `asyncrl audit --witness-steps 5` computes steps by a second, plain path. It takes the size of the model for
     every step, and the time to write it. Training also waits for a checkpoint that is being written. For small models.
-    With `model.lora`, it also keeps the frozen weights once. Needs `model.dtype: float32`, `weights.kv_cache:
-    recompute` and a run without a critic."""
+    With `model.lora`, it also keeps the frozen weights once. Needs `model.dtype: float32`, no
+    `learner.mixed_precision: bf16`, `weights.kv_cache: recompute` and a run without a critic."""
 
 
 class WitnessSection(Section):

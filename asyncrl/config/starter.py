@@ -76,8 +76,8 @@ class Facts:
 def starter_yaml(facts: Facts) -> str:
     """Returns a configuration as YAML text with comments, made from the template `starter.yaml.j2`.
 
-    The object store holds up to three versions of the weights while a version is published. Raises ConfigError if
-    prompts and completions together are longer than the model's maximum sequence length.
+    The object store holds up to three versions of the weights while a version is published. Raises ConfigError if the
+    model's maximum sequence length leaves too little room for completions after the longest prompt (`_lengths`).
     """
     prompt, completion = _lengths(facts)
     bytes_per_parameter = 2 if facts.gpus else 4
@@ -101,7 +101,9 @@ def starter_yaml(facts: Facts) -> str:
 
 
 def _lengths(facts: Facts) -> tuple[int, int]:
-    """Returns the maximum lengths of prompts and of completions, tokens."""
+    """Returns the maximum lengths of prompts and of completions, tokens. If both do not fit into the model's maximum
+    sequence length, completions get what the longest prompt leaves. Raises ConfigError instead if the user gave
+    --completion-tokens, or if this room is less than both `SHORTEST_COMPLETION` and the longest answer."""
     prompt = _up_to_multiple(facts.longest_prompt, 8)
     wanted = facts.completion_tokens or max(SHORTEST_COMPLETION, ANSWER_FACTOR * facts.longest_answer)
     completion = _up_to_multiple(wanted, 8) if facts.completion_tokens is None else wanted

@@ -3,9 +3,9 @@ token for each character, or it is a chat model (`chat_tokenizer.py`).
 
 It is an ordinary Hugging Face directory (safetensors, fast tokenizer, generation config) that vLLM can serve and
 `AutoTokenizer` can read. Equal recipes give equal weights, because the warm-up uses one thread and one seed.
-`tiny.json` contains the recipe's fingerprint. Until the warm-up has finished, the directory has all files except the
-weights and the fingerprint. That is enough for an engine that gets its weights from the learner. A directory without
-`tiny.json` was not made by asyncrl and is never changed.
+`tiny.json` contains the recipe's fingerprint. `ensure_description` makes the
+directory without weights and fingerprint, before the warm-up. That is enough for an engine that gets its weights from
+the learner. A directory without `tiny.json` was not made by asyncrl and is never changed.
 
 Shapes: B examples, S positions.
 """
@@ -99,8 +99,11 @@ def ensure_model(
 
 
 def ensure_description(config: Config) -> str:
-    """Writes the tiny model's config and tokenizer to `config.model.path` if they are not there yet. Returns the
-    path."""
+    """Writes the tiny model's config and tokenizer to `config.model.path` if they are not there yet. Returns the path.
+
+    A tiny model with another config or tokenizer there is replaced, so its weights are lost. A directory that this
+    module did not write stays as it is. Without `model.tiny`, nothing is written.
+    """
     section, path = config.model.tiny, Path(config.model.path)
     if section is None or _is_foreign(path):
         return config.model.path
@@ -181,7 +184,8 @@ def warm_up(
     random tasks, with each part of a mixture equally often.
 
     It trains until the accuracy reaches `warmup_accuracy`. After that, the learning rate falls to 0 over
-    `warmup_decay_steps`. It makes at most `warmup_steps` steps.
+    `warmup_decay_steps`. It makes at most `warmup_steps` steps; their last `warmup_decay_steps` have the same fall.
+    Without `demonstrated`, the accuracy on some of the `heldout` tasks is reported at the end.
 
     The number of steps that a seed needs varies by a third, and the accuracy rises steeply once it starts to rise. So
     only a rule that depends on the accuracy leaves about as much to learn for every seed. The decay of the learning
@@ -310,7 +314,9 @@ def _exact_B(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
 
 
 def _put(path: Path, *, parts: Sequence[Any], recipe: dict[str, str]) -> None:
-    """Saves `parts` and their recipe as the directory `path`. An older tiny model there is replaced by one rename."""
+    """Saves `parts` and their recipe as the directory `path`, which gets its name when it is complete. An older tiny
+    model there is moved away right before that, and removed. A model with the same recipe that another process puts
+    there in between is kept."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as scratch:
         built = Path(scratch, "model")
