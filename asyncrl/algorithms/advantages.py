@@ -77,8 +77,8 @@ class OutcomeEstimator:
     """An estimator of one advantage for each sample: (reward − baseline) / scale, then whitened over the step. `axes`
     chooses the baseline, the scale and the whitening.
 
-    A call raises RunError if the samples lack a column that the axes need, or if a reward is negative and the axes need
-    rewards of at least 0.
+    A call raises RunError if the samples lack a column that the axes need, if a reward is negative and the axes need
+    rewards of at least 0, or if `weights` are given for other names than those of the components.
     """
 
     axes: Outcome

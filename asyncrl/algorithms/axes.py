@@ -53,9 +53,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """An axis, or an option of a value. `kind` is the type of its value in words. `default` is YAML, or "" if the user
-    must set it. `choices` are its named values, and `options` the fields of its mapping or of each entry of its list.
-    `presets` are the names of the presets that set an axis whose value is a mapping or a list."""
+    """An axis, or an option of a value. `kind` is the type of its value in words. `default` is YAML (words for
+    `advantage`), or "" if the user must set it. `choices` are its named values, and `options` the fields of its mapping
+    or of each entry of its list. `presets` are the names of the presets that set an axis whose value is a mapping or a
+    list."""
 
     name: str
     kind: str
@@ -236,7 +237,7 @@ def _with_presets(axis: Axis) -> Axis:
 
 def _used(axes: Mapping[str, Any]) -> dict[str, set[str]]:
     """Returns the named values that an objective has on each axis. An axis that is a mapping or a list has the value
-    `set` if it is neither null nor empty."""
+    `set` if it is neither null nor empty. `anchor` and `level` are left out if the surrogate has no ratio."""
     surrogate = axes["surrogate"]
     kernels = {surrogate[side]["kind"] for side in ("positive", "negative") if isinstance(surrogate.get(side), Mapping)}
     named = {name: {value} for name, value in axes.items() if isinstance(value, str)}
@@ -247,7 +248,7 @@ def _used(axes: Mapping[str, Any]) -> dict[str, set[str]]:
     return {**named, **present, "surrogate": {surrogate["kind"]}, "kernel": kernels}
 
 
-# The form of types and defaults in the texts.
+# The functions below write types and defaults as the texts show them.
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:
@@ -285,7 +286,7 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
     return "[]" if default == () else str(default)
 
 
-# Python keeps the docstrings of classes only. The docstrings of fields and of names are read from the source.
+# Python does not keep the docstrings of fields and of a module's names, so they are read from the source.
 
 
 @functools.cache

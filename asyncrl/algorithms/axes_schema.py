@@ -25,7 +25,7 @@ def with_axes(schema: Mapping[str, Any]) -> Schema:
     """Returns a copy of the JSON schema of configurations in which `algorithm.loss`, `overrides` and `advantage` have
     types: every named value is a `const` with its description.
 
-    In `overrides`, every field of an axis may be left out, because the preset has it.
+    In `overrides`, every field of an axis may be left out, because the preset has it, except the fields in `_LISTED`.
     """
     found: Schema = copy.deepcopy(dict(schema))
     axes, estimators = _definitions([objective.Objective]), _definitions([baselines.RewardKL, *_rows()])
@@ -65,7 +65,7 @@ def _rows() -> dict[type[msgspec.Struct], list[str]]:
 
 
 def _named(names: Iterable[str] = ()) -> dict[str, Text]:
-    """Returns the texts of the estimators with these names, or of all."""
+    """Returns the texts of the estimators with these names, or of all estimators if `names` is empty."""
     return {each.name: each.text for each in axis_named("advantage").choices if each.name in set(names) or not names}
 
 
@@ -92,7 +92,7 @@ def _property(option: Axis | None, property: Schema, owner: Text) -> Schema:
         return {"const": property["enum"][0], "description": owner.meaning}
     kept = {key: value for key, value in property.items() if key in ("default", "anyOf", "items", "type", "$ref")}
     default = kept.get("default")
-    if isinstance(default, float) and math.isinf(default):  # JSON cannot write it
+    if isinstance(default, float) and math.isinf(default):  # JSON cannot write infinity
         del kept["default"]
     named = option.choices and "anyOf" not in property
     kept |= _consts("", {each.name: each.text for each in option.choices}) if named else {}

@@ -33,7 +33,7 @@ def check_ratio_bounds(name: str, lo: float, hi: float, advice: str = "") -> Non
 
 
 def problems(axes: Mapping[str, Any], *, struct: type[msgspec.Struct]) -> list[str]:
-    """Returns all problems for which `msgspec.convert` refuses `axes` as a `struct`; none if it accepts them.
+    """Returns the problems for which `msgspec.convert` refuses `axes` as a `struct`; none if it accepts them.
 
     msgspec reports only the first problem. Each part with a problem is therefore left out, so that it has its default
     or is missing, and the rest is converted again. If a part of a struct was left out, problems of the struct as a

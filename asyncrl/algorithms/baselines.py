@@ -128,9 +128,9 @@ class Outcome(Whitening, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class DiscountedOutcome(Outcome, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An `Outcome` whose tokens may have their own advantages.
 
-    If `kl` or `gamma` is set, the last trained token of a sample gets the sample's reward less its baseline. With `kl`,
-    every trained token also gets −beta · KL. The advantage of a token is then the discounted sum of its own and all
-    later rewards, whitened over the step.
+    If `kl` is set or `gamma` is below 1, the last trained token of a sample gets the reward less the baseline. With
+    `kl`, every trained token also gets −beta · KL. The advantage of a token is then the discounted sum of its own and
+    all later rewards, whitened over the step.
     """
 
     kl: RewardKL | None = None

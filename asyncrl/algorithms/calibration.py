@@ -1,5 +1,5 @@
-"""Numbers of an objective that are not constant: bounds that depend on a statistic of the whole step, such as M2PO's
-threshold, and the β of a penalty that is adapted to the KL after each step.
+"""Numbers of an objective that are not constant: bounds, factors of a β and choices of tokens that depend on a
+statistic of the whole step, such as M2PO's threshold, and the β of a penalty that is adapted to the KL after each step.
 
 An objective declares these statistics like a loss of a user (`step_statistics.py`). `calibrated` puts the numbers of a
 step into the objective, and `after_step` puts in the β of the next step.
@@ -46,7 +46,8 @@ MOST_APART = 0.2
 
 def objective_statistics(objective: Objective) -> dict[str, StepStatistic]:
     """Returns the statistics of the step on which bounds, penalties and choices of tokens of the objective depend. The
-    key is the axis that reads the statistic, such as `gates.0`, or the statistic's own name if several axes read it."""
+    key is the axis that reads the statistic, such as `gates.0`, or the statistic's own name if several axes may read
+    it."""
     found: dict[str, StepStatistic] = {}
     weight = objective.weight
     if weight is not None and weight.min_ess is not None:

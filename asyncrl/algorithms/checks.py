@@ -148,7 +148,7 @@ def nearest_corrected(objective: Objective, *, with_critic: bool) -> list[str]:
     """Returns the presets that correct for samples of older weights, with the most similar to `objective` first.
 
     The distance is the number of fields that differ. Presets that were published with a critic are included only if
-    `with_critic` is True.
+    `with_critic` is True. Presets with `centering` are left out, because they need `generator.logprobs`.
     """
     ours = msgspec.to_builtins(objective)
     usable = [
@@ -162,8 +162,8 @@ def nearest_corrected(objective: Objective, *, with_critic: bool) -> list[str]:
 
 
 def _differences(ours: object, theirs: object) -> int:
-    """Counts the fields in which two trees of axes differ. If the kind of surrogate differs, all of its fields
-    count."""
+    """Counts the fields in which two trees of axes differ. A field that only one of them has counts, unless it is
+    null."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         return sum(_differences(ours.get(key), theirs.get(key)) for key in ours.keys() | theirs.keys())
     if isinstance(ours, Mapping) or isinstance(theirs, Mapping):

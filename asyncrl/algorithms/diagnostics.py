@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 
 MAX_FLOAT64_LOG_RATIO = 300.0
-"""Limit of |log ρ| in nats, for sums in float64: e^600 still fits, so the square of every ρ up to this limit can be
-summed (F22 in docs/faults.md). The loss itself is computed in float32 and has the limit
+"""Limit of the size of a log-ratio in nats, for sums in float64: e^600 still fits, so the square of every ratio up to
+this limit can be summed (F22 in docs/faults.md). The loss itself is computed in float32 and has the limit
 `token_terms.MAX_FLOAT32_LOG_RATIO`."""
 
 _WEIGHT_SQUARED = "importance_weight_squared"
@@ -53,9 +53,10 @@ class MetricSums:
         return first / count * (first / second)
 
     def means(self) -> dict[str, float]:
-        """Returns sum / count of each measure, and maxima as they are. `kernel_ess_ratio` is (Σκ)² / (N · Σκ²) over
-        the N tokens whose advantage is not 0, where κ is the weight with which the advantage pushes the token
-        (`kernel_sums`); it is 0 if κ is 0 for all of them."""
+        """Returns sum / count of each measure that has tokens, and maxima as they are. `importance_weight_squared` is
+        left out. `kernel_ess_ratio` replaces `kernel` and `kernel_squared`. It is (Σκ)² / (N · Σκ²) over the N tokens
+        whose advantage is not 0, where κ is the weight with which the advantage pushes the token (`kernel_sums`). It is
+        0 if κ is 0 for all of them."""
         means = {
             name: value if _extreme(name) else value / count
             for name, (value, count) in self.pairs.items()
@@ -78,14 +79,15 @@ def off_policy_sums(
     reference_BT: torch.Tensor | None = None,
 ) -> MetricSums:
     """Returns the sums of all measures over the trained tokens of one micro-batch; empty if it has no trained token.
-    `StepReport` has the measures under the same names, as fields or in `diagnostics`.
+    `StepReport` has the measures under the same names, as fields or in `diagnostics`, except the sum of squares
+    `importance_weight_squared`, which only its `ess` uses.
 
     The measures `on_policy_*` cover only tokens that were sampled with the weight version of the step. For these tokens
     sampler and trainer are the same policy, so their log-probs must agree. A difference shows an error in a cache, a
     temperature or a tokenizer between the two. `on_policy_weight_excess` is ρ − 1, with ρ = e^(proximal − behaviour).
 
     k1 and k3 estimate KL(behaviour ‖ proximal), http://joschu.net/blog/kl-approx.html. `kl_to_reference_nats` is the
-    estimator k3 of KL(proximal ‖ reference) at the sampled tokens.
+    estimator k3 of KL(proximal ‖ reference) at the sampled tokens; it is measured only with `reference_BT`.
     """
     log_rho = (proximal_BT.double() - behaviour_BT.double())[mask_BT]
     if log_rho.numel() == 0:
@@ -128,8 +130,8 @@ def adds_up(name: str) -> bool:
 
 
 def merge_metrics(parts: Iterable[Mapping[str, float]], *, updates: int) -> dict[str, float]:
-    """Combines the loss metrics of all micro-batches and ranks of a call into one value for each metric. `updates` is
-    the number of optimizer updates of the call.
+    """Combines the loss metrics of all micro-batches and ranks of a `train` call into one value for each metric.
+    `updates` is the number of optimizer updates of the call.
 
     If `max` or `min` is a word of the name after an underscore, the result is the maximum or minimum.
     `AVERAGED_METRICS` are averaged over the micro-batches. All other metrics are summed over an update's micro-batches

@@ -28,8 +28,8 @@ from asyncrl.config.text_templates import TEMPLATES
 
 PATH = Path(__file__).parents[2] / "docs" / "losses.md"
 RATIOS = (0.1, 0.4, 0.75, 1.0, 1.25, 4.0, 8.0)
-"""Columns of the table about stale tokens: π/μ of the trained policy π and the sampler μ. None of them is a bound of a
-preset, where rounding would decide."""
+"""Columns of the table about stale tokens: π/μ of the trained policy π and the sampler μ. No preset of the
+table begins to drop tokens at one of them, because rounding would decide there."""
 SAMPLED_PROBABILITY = 0.1
 """The probability with which the sampler chose the token of the table. Gates on probabilities depend on it."""
 
@@ -45,7 +45,7 @@ _REDUCTIONS = {
 
 
 def markdown() -> str:
-    """Returns the text of the page. `losses.md.j2` has its words."""
+    """Returns the text of the page, made with the template `losses.md.j2`."""
     axes = all_axes()
     examples = {
         place: dump_yaml(parse_yaml(example, source=place))

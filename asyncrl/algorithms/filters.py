@@ -2,8 +2,8 @@
 
 A filter changes a sample's reward or masks the sample. A masked sample has weight 0 in the loss and does not count in
 the loss's denominators. It still counts in its group's baseline, because its reward is real. Only
-`algorithm.zero_variance: resample` leaves a whole group out, before the step: `is_equal_group` decides, and the buffer
-replaces the group.
+`algorithm.zero_variance: resample` leaves whole groups out, before the step: `is_equal_group` finds them, and the
+buffer replaces at most `algorithm.max_resamples_per_step` of them before each step.
 
 Legend: N samples, in any order; K of them have a reward.
 """
@@ -52,7 +52,7 @@ def scored_samples(
 ) -> Samples:
     """Returns the samples that have a reward, as the advantage estimator gets them: K entries, with shaped rewards.
 
-    Each argument, and each list in `components`, has N entries. A component that a sample lacks counts as 0: the reward
+    Each list, also each one in `components`, has N entries. A component that a sample lacks counts as 0: the reward
     function did not return it, or failed and `environment.on_error` is `zero`. Raises RunError if a reward is not
     finite.
     """
@@ -75,9 +75,9 @@ def scored_samples(
 
 
 def is_equal_group(samples: Samples, *, config: Config) -> bool:
-    """Returns True if `algorithm.zero_variance: resample` leaves this group out: all of its rewards, as the advantage
-    estimator compares them, are equal. Returns False for estimators that do not compare the samples of a group.
-    `samples` are the scored samples of this group."""
+    """Returns True if `algorithm.zero_variance: resample` may leave this group out: all of its rewards, as the
+    advantage estimator compares them, are equal. Returns False for estimators that do not compare the samples of a
+    group. `samples` are the scored samples of this group. The setting itself is not read."""
     axes = resolve_advantage(advantage_of(config.algorithm))
     if isinstance(axes, Outcome):
         return not bool(OutcomeEstimator(axes).varied(samples).any())

@@ -88,14 +88,15 @@ class LossFunction(Protocol):
     the same gradient.
 
     The call returns the scalar to minimise, and the metrics. The loss divides its metrics by global counts, too. The
-    policy adds the metrics of all micro-batches and ranks, and averages these sums over the global batches of a call.
+    policy adds the metrics of all micro-batches and ranks, and averages these sums over the updates of a `train` call.
     There are two exceptions. If `min` or `max` is a word of the name after an underscore (`ratio_max`), the policy
     takes the minimum or maximum. The metrics in `diagnostics.AVERAGED_METRICS` are averaged.
 
     Optional attributes:
 
     - `columns`: the names of the columns that the loss reads besides the masks. A batch without one of them is refused
-      before any rank is called (MissingColumns).
+      before any rank is called (MissingColumns). In a call with one update, the policy computes `prev_logprobs` itself
+      if the batch lacks them.
     - `metric_normalizations`: a `MetricNormalization` for each metric.
     - `statistics`: numbers of the whole step, by name (`asyncrl.algorithms.step_statistics`). Every call then has the
       argument `statistics`, a dict of name and number. They are computed once a step, before the first gradient.
@@ -132,7 +133,8 @@ def input_type_of(loss_fn: object) -> LossInputType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A column of the rows that a loss gets in a run. `meaning` says when the rows have it, if they do not always."""
+    """A column of the rows that a loss of the user gets in a run. `meaning` says what the column contains, and when the
+    rows have it, if they do not always."""
 
     name: str
     shape: str
@@ -227,7 +229,7 @@ RUN_COLUMNS = (
         "`top_ids` is −1. Only with `generator.logprobs`.",
     ),
 )
-"""The columns that a loss can read in a run. A loop of your own may have others."""
+"""The columns that a loss of the user can read in a run. A loop of your own may have others."""
 
 _LOGITS = ("next_token_logits", "logits")
 MODEL_OUTPUTS = (*_LOGITS, "next_token_logprobs")
@@ -239,7 +241,8 @@ LOSS_ATTRIBUTES = ("loss_type", "input_type", "columns", "metric_normalizations"
 
 
 def with_arguments(loss_fn: Callable[..., Any], **arguments: Any) -> Any:
-    """Returns a user's loss that gets these keyword arguments in every call, and that has the same attributes."""
+    """Returns a user's loss that gets these keyword arguments in every call, and that has the attributes of `loss_fn`
+    in `LOSS_ATTRIBUTES`."""
     bound = partial(loss_fn, **arguments)
     for name in LOSS_ATTRIBUTES:
         if hasattr(loss_fn, name):
@@ -265,7 +268,7 @@ def call_with_logits(
     counts: Mapping[str, torch.Tensor],
 ) -> Any:
     """Calls the loss with logits [B, S, V]: by keyword if its signature has `next_token_logits` or `logits`, under both
-    names if it takes any keyword, else as the first argument."""
+    names if it takes them only in `**kwargs`, else as the first argument."""
     signature = inspect.signature(loss_fn)
     kinds = {parameter.kind for parameter in signature.parameters.values()}
     names = [name for name in _LOGITS if name in signature.parameters]

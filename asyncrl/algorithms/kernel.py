@@ -2,9 +2,9 @@
 
 κ_t = −(∂/∂lp_t Σ W · K · S) / A_t is the weight with which a token's advantage A pushes its log-prob lp. W is the
 importance weight, K the gates and S the surrogate of the objective (`objective.py`). κ is 1 for REINFORCE, u for an
-unclipped ratio u, and 0 for a clipped or gated token. Two parts of the loss are not in the slopes of an `Objective`:
-penalties, because they do not depend on the advantage, and the coefficient of the token in the aggregation, because it
-is equal for all tokens of a sequence and cancels.
+unclipped ratio u, and 0 for a clipped or gated token. Three parts of the loss are not in the slopes of an `Objective`:
+the centering, because it is an input of its own; penalties, because they do not depend on the advantage; and the
+coefficient of the token in the aggregation, because it is equal for all tokens of a sequence and cancels.
 
 For a loss that is named by import path, these parts are unknown. Its slopes are ∂L/∂lp of the whole loss L. They
 contain the penalties and the numbers by which the loss divides tokens, so its effective share also depends on how
@@ -35,8 +35,8 @@ def kernel_sums(
     mask_BT: torch.Tensor,
     shares_BT: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> MetricSums:
-    """Returns sums over one micro-batch: of κ, the number of tokens whose slope is 0 ("silent"), and measures for each
-    bucket of staleness. Only tokens in `mask_BT` count.
+    """Returns sums over one micro-batch: of κ and κ², the number of tokens whose advantage is not 0 but whose slope
+    is 0 ("silent"), and, with `staleness_BT`, measures for each bucket of staleness. Only tokens in `mask_BT` count.
 
     `slopes_BT` is the derivative of the loss by each token's log-prob; κ is −slope / advantage. `staleness_BT` is in
     versions; None if it is not known. `log_rho_BT` is proximal − behaviour, in nats. `shares_BT` holds masks by name.

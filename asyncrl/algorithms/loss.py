@@ -62,7 +62,8 @@ class ObjectiveLoss:
     gets logits, it also reads `input_ids` [B, S]. The columns in `columns` are [B, S], except `top_ids` and
     `top_logprobs`, which are [B, S, L], and `group_ids` and `rewards`, which are [B]. If one of the last two is needed,
     it also reads the column that `asyncrl.algorithms.shares` makes of it. The optional column `segment_ids` [B, S]
-    gives the sequence of each token in a packed row. Raises RunError with the name of a missing column.
+    gives the sequence of each token in a packed row. Raises RunError with the names of missing columns in `columns`, or
+    with the name of a missing column that `shares` makes.
 
     Its metrics are shares of the trained tokens of the global batch. A micro-batch returns its part of each share, and
     the parts are added.
@@ -355,8 +356,9 @@ def load_loss(own: OwnCallable) -> LossFunction:
     """Returns the loss at the import path.
 
     The path must name either a LossFunction, or a class or factory that returns a LossFunction. The options are keyword
-    arguments: of the class or factory, or of every call of the LossFunction. Raises ConfigError if it cannot be
-    imported, if the options do not fit, or if the loss cannot be called as the policy calls one.
+    arguments: of the class or factory, or of every call of the LossFunction. Raises ConfigError if the path cannot be
+    imported, if the options do not fit, if the class or factory fails, or if the loss cannot be called as the policy
+    calls one.
     """
     found = resolve(own.path, key=KEY)
     if _is_loss(found, has_options=bool(own.options)):
@@ -397,7 +399,8 @@ def _with_options(loss: Callable[..., Any], own: OwnCallable) -> Callable[..., A
 
 
 def _call_problem(loss: Any) -> str | None:
-    """Returns why the loss's signature fits none of the calls that the policy may make, or None if it fits one."""
+    """Returns why the loss's signature fits none of the calls that the policy may make, or why an attribute of the loss
+    is wrong; None if it fits one call, or if a loss that is written in C has no signature."""
     try:
         kind, has_statistics = input_type_of(loss), bool(statistics_of(loss))
         signature = inspect.signature(loss)

@@ -335,8 +335,8 @@ _RANGES = {
 
 
 class Gate(_Axis, frozen=True, kw_only=True):
-    """Keeps a token's surrogate where lo ≤ stat ≤ hi, and zeroes it elsewhere. The token stays in every denominator,
-    and keeps its penalties.
+    """Keeps a token's surrogate where lo ≤ stat ≤ hi, and zeroes it elsewhere if the gate acts on the token (`when`).
+    The token stays in every denominator, and keeps its penalties.
 
     The stat compares two policies: d = log p − log q of the token. With several gates, a token keeps its surrogate only
     if all of them keep it.
@@ -367,7 +367,7 @@ class Gate(_Axis, frozen=True, kw_only=True):
     """The tokens on which the gate acts. `always`: all. `negative_advantage`: tokens with an advantage A < 0.
     `moving_away`: tokens that A pushes further from d = 0 (A · d > 0)."""
     budget: float | None = None
-    """Sets hi once a step so that the mean of stat over the kept tokens is at most `budget` (2510.01161); null for a
+    """Lowers hi once a step so that the mean of stat over the kept tokens is at most `budget` (2510.01161); null for a
     fixed hi. It needs stat `k2` and pool `token`."""
 
     def __post_init__(self) -> None:
@@ -422,8 +422,8 @@ class ByCovariance(_Axis, frozen=True, kw_only=True):
 
 
 class ChosenByCovariance(ByCovariance, frozen=True, kw_only=True):
-    """The choice of one step, with the numbers that `calibration.py` has found. A token is chosen if its c, or its
-    hash, is larger than `above`."""
+    """The choice of one step, with the numbers that `calibration.py` has found. A token with lo ≤ c ≤ hi is chosen if
+    its c, or in random order its hash, is larger than `above`."""
 
     mean_logprob: float
     mean_advantage: float
@@ -700,7 +700,8 @@ def centered_kernel(objective: Objective) -> tuple[float, float]:
 
 
 def _uncentered(objective: Objective) -> list[str]:
-    """Returns the parts of an objective with which the expected score of the sampler is not known, as `axis: value`."""
+    """Returns the parts of an objective with which the expected score of the sampler is not known, in words for an
+    error."""
     surrogate, found = objective.surrogate, list[str]()
     if not isinstance(surrogate, Reinforce | Weighted):
         found.append(f"surrogate: {{kind: {surrogate.__struct_config__.tag}}}")
@@ -724,14 +725,14 @@ def reads_effective_share(objective: Objective) -> bool:
     return _kernels_with_ess(objective.surrogate) or any(penalty.ess for penalty in objective.penalties)
 
 
-# The functions below say whether an objective corrects for samples of older weights, and which of its parts act.
+# The functions below derive properties of an objective, such as whether it corrects for samples of older weights.
 
 
 def pooled_sources(objective: Objective) -> frozenset[str]:
     """Returns the policies whose log-probs are used in a ratio, weight or gate of a whole sequence. `current` is the
     policy that is trained.
 
-    An interpolated proximal policy is computed from the sampler's and the current log-probs.
+    `current` and `behaviour` replace an interpolated `proximal`, which is computed from their log-probs.
     """
     found: set[str] = set()
     if uses_ratio(objective.surrogate) and objective.level != "token":
@@ -748,9 +749,9 @@ def is_corrected(objective: Objective) -> bool:
     """Returns True if the objective corrects for samples of older weights, which a run with `staleness.max_versions`
     above 0 needs.
 
-    It corrects if its ratio is against the sampler, if its weight divides by the sampler's probability, or if a gate
-    compares a trained policy with the sampler. A clip against the proximal policy does not correct: with one update a
-    step, its ratio is 1.
+    It corrects if its ratio is against the sampler, if its weight divides the probability under the current or the
+    proximal policy by the sampler's, or if a gate compares one of these two policies with the sampler. A clip against
+    the proximal policy does not correct: with one update a step, its ratio is 1.
     """
     weight, trained = objective.weight, {"current", "proximal"}
     return (
@@ -787,7 +788,7 @@ def inert_in_one_update(objective: Objective) -> list[str]:
     """Returns the names of the parts that only compare the current policy with a recomputed proximal policy.
 
     If a step has a single update, the two policies are equal. Then a ratio is 1, and a divergence and its gradient
-    are 0, so these parts have no effect.
+    are 0, so these parts have no effect. A penalty of kind `k1` is not among them, because its gradient is not 0.
     """
     if objective.proximal == "interpolated":
         return []

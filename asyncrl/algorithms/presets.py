@@ -40,7 +40,8 @@ SEQUENCE_MEAN, SEQUENCE_SUM = Aggregation.SEQUENCE_MEAN, Aggregation.SEQUENCE_SU
 
 
 class PublishedCritic(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of the section `critic` for which a paper gives values. They apply if the user does not set the field."""
+    """Fields of the section `critic` for which a paper gives values. A value applies if the user does not set the field
+    and the run has the paper's advantage estimator."""
 
     value_lam: float
     length_alpha: float
@@ -411,8 +412,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 
 
 def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any]) -> Objective:
-    """Returns the preset that `loss` names with the axes of `overrides` replaced, or the objective that `loss`
-    describes axis by axis.
+    """Returns the preset that `loss` names, or the objective that `loss` describes axis by axis, in both cases with the
+    axes of `overrides` replaced.
 
     A mapping replaces the fields that it names, at any depth, and keeps all other fields. If it names another `kind` of
     surrogate or kernel, the other fields get the defaults of that kind. `weight: null` removes the weight. The lists
@@ -456,8 +457,8 @@ def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any
 
 
 def own_loss(section: AlgorithmSection) -> OwnCallable | None:
-    """Returns the import path and the options of the user's own loss that `algorithm.loss` names; None if it names a
-    preset or describes an objective."""
+    """Returns the import path and the options of the user's own loss that `algorithm.loss` names; None if it describes
+    an objective, or if its name is a preset or no import path."""
     if section.loss_name in PRESETS or not is_import_path(section.loss_name):
         return None
     options = {} if isinstance(section.loss, str) else {k: value for k, value in section.loss.items() if k != "name"}
@@ -486,7 +487,8 @@ def baseline_of(section: AlgorithmSection) -> str:
 
 
 def published_baseline(section: AlgorithmSection) -> str | None:
-    """Returns the estimator that the preset was published with, or None if there is none."""
+    """Returns the estimator that the preset was published with; None if there is none, or if the loss is not a
+    preset."""
     preset = _preset_of(section)
     return None if preset is None else preset.baseline
 

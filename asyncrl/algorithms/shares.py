@@ -63,7 +63,8 @@ def count_tokens(data: BatchedDataDict) -> TokenCounts:
 
 
 def add_shares(data: BatchedDataDict, counts: TokenCounts) -> None:
-    """Adds the columns of `SHARES`, float32, to a micro-batch. `counts` are the counts of its whole update."""
+    """Adds to a micro-batch, float32, the columns of `SHARES` whose input columns it has. `counts` are the counts of
+    its whole update."""
     if "group_ids" in data:
         groups = sum(tokens > 0 for tokens in counts.by_group.values())
         ids, index = torch.unique(data["group_ids"], return_inverse=True)
@@ -76,8 +77,8 @@ def add_shares(data: BatchedDataDict, counts: TokenCounts) -> None:
 
 
 def with_shares(data: BatchedDataDict) -> BatchedDataDict:
-    """Returns the batch with the columns of `SHARES` added. `data` must be a whole global batch: all rows of one
-    optimizer update."""
+    """Returns the batch with the columns of `SHARES` added whose input columns it has. `data` must be a whole global
+    batch: all rows of one optimizer update."""
     data = copy.copy(data)
     add_shares(data, count_tokens(data))
     return data

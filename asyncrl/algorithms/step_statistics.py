@@ -1,7 +1,7 @@
 """Numbers of a whole step: one value for each trained token, reduced over all ranks, updates and micro-batches.
 
 They are computed once a step, before the first gradient, with the weights at the step's start. All ranks get the same
-numbers. Objectives read them as bounds (`calibration.py`). A loss of a user declares its own in the attribute
+numbers. `calibration.py` puts them into objectives. A loss of a user declares its own in the attribute
 `statistics`, and gets them in the argument `statistics` of each call:
 
     def ratios(tokens: StepTokens) -> torch.Tensor:
@@ -94,10 +94,11 @@ def step_numbers(
 ) -> dict[str, float]:
     """Returns the number of each statistic, equal on all ranks. `tokens` are those of this rank. A collective.
 
-    The functions of the statistics run in the context `together`, which raises the error of one rank on all ranks. They
-    are not called on a rank without a trained token. Raises CallRefused if a function fails or does not return finite
-    values, or if a reduction cannot be called. A reduction of your own must not fail on an empty tensor: the other
-    ranks would wait for the rank on which it failed.
+    The functions of the statistics run in the context `together`. A run passes one that raises the error of one rank on
+    all ranks; the default does not. The functions are not called on a rank without a trained token. Raises CallRefused
+    if a function fails or does not return at most one finite value for each token, or if a reduction raises TypeError.
+    A reduction of your own must not fail on an empty tensor: the other ranks would wait for the rank on which it
+    failed.
     """
     found: dict[str, float] = {}
     for name, statistic in declared.items():
@@ -195,9 +196,9 @@ def _ordered(bits: torch.Tensor) -> torch.Tensor:
 
 def bound_of_largest(share: float) -> Reduction:
     """Returns the reduction to the bound above which the k largest of the n values lie, k = max(1, ⌊share · n⌋); −inf
-    if k = n. The bound is halfway between the k-th largest value and the next one, so that rounding does not move a
-    value across it. If the two are equal, the values that equal them are not above the bound: then fewer than k values
-    are, or none."""
+    if k = n, or if there are no values. The bound is halfway between the k-th largest value and the next one, so that
+    rounding does not move a value across it. If the two are equal, the values that equal them are not above the bound:
+    then fewer than k values are, or none."""
 
     def reduction(values: torch.Tensor, reduce: Reduce) -> float:
         [count] = _sums(reduce, values.numel())
@@ -212,7 +213,7 @@ def bound_of_largest(share: float) -> Reduction:
 
 def bound_of_mean(budget: float) -> Reduction:
     """Returns the reduction to the largest bound for which the values at or below it have a mean of at most `budget`;
-    inf if the mean of all values is at most `budget`."""
+    inf if the mean of all values is at most `budget`, or if there are none."""
 
     def reduction(values: torch.Tensor, reduce: Reduce) -> float:
         def sums(bound: float) -> tuple[float, float]:
@@ -249,9 +250,9 @@ def _sums(reduce: Reduce, *own: torch.Tensor | float) -> list[float]:
 def _largest_bound(
     sums: Callable[[float], tuple[float, float]], *, holds: Callable[[float, float], bool], reduce: Reduce
 ) -> float:
-    """Returns the largest bound for which `holds` is true of the two numbers `sums(bound)`, added up over all ranks.
-    `holds` must be true for small bounds and false for large ones. Returns inf if it is true for inf, and the smallest
-    bound of the grid if it is false for all."""
+    """Returns the largest bound for which `holds` is true of the two numbers `sums(bound)`, added up over all ranks, to
+    a relative precision of 4e-6. `holds` must be true for small bounds and false for large ones. Returns inf if it is
+    true for inf, and the smallest bound of the grid if it is false for all."""
 
     def held(bounds: Sequence[float]) -> list[bool]:
         rows = torch.tensor([sums(bound) for bound in bounds], dtype=torch.float64)

@@ -1,9 +1,9 @@
 """Computes an advantage for each token from one number for each row.
 
 The ranks compute it, because they hold the rows; the driver holds only the names of the rows. The last trained token of
-a row gets the row's reward. With a KL to the reference in the reward, every trained token also gets −beta · KL.
-Advantages are whitened over the whole step. For this, the ranks exchange three sums and nothing else. The estimators
-that need a critic are in `asyncrl.value.estimators`.
+a row gets the row's number, its reward less a baseline. With a KL to the reference in the reward, every trained token
+also gets −beta · KL. Advantages are whitened over the whole step, unless `whiten` is `none`. For this, the ranks
+exchange three sums and nothing else. The estimators that need a critic are in `asyncrl.value.estimators`.
 
 Legend: B rows, S tokens.
 """
@@ -109,7 +109,8 @@ def token_rewards(data: BatchedDataDict, rewards_B: torch.Tensor, *, kl: RewardK
 def check_estimate(data: BatchedDataDict, found: TokenAdvantages) -> None:
     """Raises CallRefused if an estimator's result is not [B, S], or not finite at a trained token.
 
-    Without this check, whitening would turn such advantages into 0, in a run that looks healthy and learns nothing.
+    `whitened_advantages` also refuses advantages that are not finite, but it sees only their sum. This check names the
+    first such token, and includes the returns.
     """
     mask_BS = trained_mask(data)
     for name, column_BS in (("advantages", found.advantages_BS), ("returns", found.returns_BS)):

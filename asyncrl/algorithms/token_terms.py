@@ -5,7 +5,7 @@ Legend: B rows, T next tokens.
 
 Invariants:
 
-- Only the current log-probs carry gradient.
+- Only the current log-probs, the entropy and the centering carry gradient.
 - Values at masked positions are replaced before any exp, so NaN there has no effect.
 - Exponents are bounded in log space.
 - Sequences are identified by segment ids, so a packed row and padded rows give the same terms and gradient.
@@ -93,8 +93,8 @@ class TokenTerms:
 
     `loss_BT` is the value that the aggregation sums: surrogate, centering and penalties, except `positive_nll`.
     `push_BT` is the part of it that the advantage multiplies: importance weight · gates · surrogate, and centering.
-    `clipped_BT` marks tokens whose gradient a clip removes, and `gated_BT` those whose surrogate a gate or the weight's
-    bounds zero.
+    `clipped_BT` marks tokens whose gradient a clip removes, and `gated_BT` those whose surrogate a gate, `dropped` or
+    the weight's bounds zero.
     """
 
     loss_BT: torch.Tensor
@@ -162,9 +162,9 @@ def _log_u(
     adv_BT: torch.Tensor,
     segments: Segments,
 ) -> torch.Tensor:
-    """Returns the logarithm of the ratio u of every token: the token's own log-ratio, or the mean or sum over its
-    sequence, with the gradient of the log-probs. At level `sequence_mean_token`, the value is the mean, and the
-    gradient is that of the token's own log-prob."""
+    """Returns the logarithm of the ratio u of every token: the token's own log-ratio (after `pre_clip`), or the mean or
+    sum over its sequence, with the gradient of the log-probs. At level `sequence_mean_token`, the value is the mean,
+    and the gradient is that of the token's own log-prob."""
     log_u_BT = lp_BT - anchor_BT
     if objective.pre_clip is not None:
         above_BT = log_u_BT.clamp(max=math.log(objective.pre_clip.hi))
@@ -187,8 +187,8 @@ def _surrogate(
     if isinstance(surrogate, Regression):
         return (surrogate.beta * log_u_BT - adv_BT).square(), nowhere
     if isinstance(surrogate, Quadratic):
-        # Half of the largest log-ratio that float32 allows: the loss has u squared, and multiplies it by a weight that
-        # has no upper limit.
+        # Half of the limit of other ratios: the loss has u squared, and multiplies it by a weight of up to
+        # e^MAX_FLOAT32_LOG_RATIO.
         u_BT = log_u_BT.clamp(max=MAX_FLOAT32_LOG_RATIO / 2).exp()
         return -adv_BT * u_BT + adv_BT.abs() * (u_BT - 1).square() / (2 * surrogate.width), nowhere
     u_BT = log_u_BT.clamp(max=MAX_FLOAT32_LOG_RATIO).exp()

@@ -1,9 +1,9 @@
 """The critic's loss: the squared error of values against returns, clipped around the old values.
 
-The old values are those from which the returns were computed. The loss is divided by global counts only, so every split
-into micro-batches and ranks gives the same gradient. Values at masked positions are replaced before use, so NaN there
-has no effect. Only the current values carry gradient. A mask value between 0 and 1 is a weight, and the global counts
-are sums of such weights.
+The old values are those from which the returns were computed. The loss is divided by global counts, and with
+`sequence_mean` by the tokens of each row, so every split into micro-batches and ranks gives the same gradient. Values
+at masked positions are replaced before use, so NaN there has no effect. Only the current values carry gradient. A mask
+value between 0 and 1 is a weight, and the global counts are sums of such weights.
 
 Legend: B rows, S tokens. `values_BS[b, t]` is V(before token t). T = S − 1, because the first token is never trained.
 """
@@ -32,7 +32,7 @@ class ClippedValueLoss:
 
     It is called like a `LossFunction`, with the critic's values [B, S] in place of logits. It reads the columns
     `returns`, `token_mask` [B, S], `sample_mask` [B] and, unless `clip` is None, the old values `values` [B, S]. It
-    raises RunError if one of them is missing.
+    raises RunError if `returns` or the old values are missing.
 
     The metrics are means over tokens for both aggregations. `value_clipped_ratio` is the share of tokens whose clipped
     error is the larger one; such a token has no gradient. The other metrics are the inputs of `explained_variance`.

@@ -27,8 +27,9 @@ _ADAPTER = "default"
 def with_adapter(model: PreTrainedModel, lora: LoraSection, *, seed: int) -> PreTrainedModel:
     """Freezes the model and puts a new adapter into it. Returns the same model. Equal seeds give equal adapters.
 
-    The adapter is float32, whatever the precision of the model is. Raises ConfigError if a name in
-    `model.lora.target_modules` is not the end of the name of a linear layer.
+    The adapter is float32, whatever the precision of the model is. Raises ConfigError if
+    `model.lora.target_modules` is empty, or if a name in it is not the end of the name of a linear layer, not counting
+    the output head.
     """
     targets = _targets(model, lora)
     model.requires_grad_(False)
@@ -115,7 +116,8 @@ def write_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], lora: LoraS
 
 def _targets(model: PreTrainedModel, lora: LoraSection) -> list[str]:
     """Returns the ends of the names of the linear layers that get an adapter. With `all-linear`, these are all linear
-    layers but the output head. Raises ConfigError for a target that is not a linear layer."""
+    layers but the output head. Raises ConfigError for a target that is not one of these layers, and if there is no
+    target."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     layers = [
         name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head

@@ -1,7 +1,7 @@
 """Exports the adapter of a policy (`model.lora`) as a directory that peft, transformers and vLLM load, and merges an
 adapter into its base model.
 
-The directory has these files:
+The directory of an adapter has these files:
 
 adapter_model.safetensors  adapter_config.json  tokenizer.json …  COMPLETE
 """
@@ -34,7 +34,8 @@ def convert_adapter(
     """Exports the adapter of the checkpoint that `ShardedState.write` wrote to `weights_path`, to the directory `path`.
 
     `base` is the path or the Hub id of the model to which the adapter belongs, and `tokenizer_path` the folder of its
-    tokenizer. Not a collective. Raises CheckpointError if it cannot be written.
+    tokenizer. Not a collective. Raises CheckpointError if the checkpoint has no adapter, if something other than an
+    export or a checkpoint is at `path`, or if the directory cannot be written.
     """
     saved = SavedTensors(weights_path)
     weights = {name: saved.read(name, dtype=dtype) for name in saved if is_of_adapter(name)}
@@ -54,7 +55,7 @@ def convert_adapter(
 def merge_adapter(adapter: Path, path: Path, *, base: str, dtype: torch.dtype) -> None:
     """Writes the model at `base` with the adapter in the directory `adapter` added to its weights, as a Hugging Face
     directory at `path`. It computes the sums in float32, in the memory of this process. Raises CheckpointError if the
-    model at `base` lacks a layer of the adapter."""
+    model at `base` lacks a layer of the adapter, or if something other than an export or a checkpoint is at `path`."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, trust_remote_code=False)
     adapted = PeftModel.from_pretrained(model, str(adapter))
     with safe_open(adapter / WEIGHTS, framework="pt") as file:

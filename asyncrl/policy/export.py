@@ -46,7 +46,7 @@ def convert_to_hf(
     at a time. All ranks must see both paths.
 
     This is a collective, and may run in a thread of its own if `group` has no other traffic. Raises CheckpointError on
-    all ranks if the export cannot be written, or if something other than an export is at `path`.
+    all ranks if the export cannot be written, or if something other than an export or a checkpoint is at `path`.
     """
     rank, unfinished = dist.get_rank(group), complete_directory.unfinished(path)
     on_first_rank(lambda: complete_directory.prepare(path), group=group)

@@ -4,7 +4,7 @@ Each entry of `FAMILIES` comes from two comparisons in float32: log-probs of pad
 each row alone by transformers' eager attention, and log-probs of vLLM's engine after weight updates with the learner's.
 tests/families repeats the first comparison, and docs/models.md shows the table.
 
-A family without an entry is not refused here. For its models, the ranks compare rows at their start
+A family without an entry is not refused for that. For its models, the ranks compare rows at their start
 (`asyncrl.ranks.start_check`), and a replica compares its first weights with the learner's.
 """
 
@@ -131,7 +131,7 @@ def check_family(model: Json, config: Config, *, path: str) -> None:
 
 def family_problems(model: Json, config: Config) -> tuple[list[str], list[str]]:
     """Returns (problems, warnings) of a run with the model of this config.json, for learner and engines. A problem
-    refuses the run."""
+    refuses the run. If there are problems, no warnings are returned."""
     path = f"model.path = {config.model.path}"
     problems = [*_learner_problems(model, config), *_engine_problems(model, config)]
     warnings = [] if problems else _unknown(model)
@@ -139,7 +139,7 @@ def family_problems(model: Json, config: Config) -> tuple[list[str], list[str]]:
 
 
 def is_tied(model: Json) -> bool:
-    """Returns whether head and embeddings are one matrix by this config.json."""
+    """Returns whether head and embeddings are one matrix, by this config.json or else by the family's default."""
     named = [section["tie_word_embeddings"] for section in _sections(model) if "tie_word_embeddings" in section]
     return bool(named[0]) if named else _family(model).tied
 
@@ -174,7 +174,8 @@ def _learner_problems(model: Json, config: Config) -> Iterator[str]:
 
 
 def _long_rows(model: Json, config: Config) -> Iterator[str]:
-    """Yields a message for each limit of the model that rows of `model.max_length` tokens exceed."""
+    """Yields a message for each limit of the model that rows of `model.max_length` tokens exceed. Two of
+    the limits hold for packed rows only."""
     name, family, longest = _name(model), _family(model), config.model.max_length
     chunk, window = _value(model, "attention_chunk_size"), _value(model, "sliding_window")
     packed = config.learner.batching == "packed"

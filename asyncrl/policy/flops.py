@@ -86,8 +86,8 @@ class ModelCost:
 
 
 def model_cost(config: PretrainedConfig, *, adapters: Mapping[str, int] | None = None) -> ModelCost | None:
-    """Returns the cost of a causal language model with its output head, or None for a model that is not counted
-    (`COUNTED`).
+    """Returns the cost of a causal language model with its output head, or None for a model that is not counted: its
+    type is not in `COUNTED`, or it has a sliding window.
 
     `adapters` has the ranks of the adapters by the names of their layers, if only adapters are trained. Then the result
     is also None if a name is not that of a counted layer.

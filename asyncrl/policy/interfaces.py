@@ -46,7 +46,7 @@ class PolicyInterface(TrainedModelInterface[LossFunction]):
     `train` reads the columns that the loss reads. Among them are:
 
     - `staleness` [B, S], in versions, if the proximal policy is interpolated;
-    - `prev_logprobs` [B, S], if there are several updates;
+    - `prev_logprobs` [B, S], if there are several updates, or if the loss has statistics of the whole step;
     - `group_ids` [B], if the loss averages over prompts;
     - `rewards` [B], if the loss adds the likelihood of good rows.
 
@@ -80,7 +80,7 @@ class ColocatablePolicyInterface(PolicyInterface):
     - On a shared device: `offload_before_refit`, `prepare_weights_for_ipc`, `get_weights_ipc_handles` for one group of
       parameters after the other, `offload_after_refit`, and `prepare_for_training` before the next training step.
 
-    Weights have a version. If it is not given, it is one step after the last version that this policy has sent; the
+    Weights have a version. If it is not given, it is one step after the newest version that this policy has sent; the
     first is step 0. A failure raises a WeightError. It is a CollectiveError if a peer is dead, missing or late.
     """
 

@@ -74,7 +74,7 @@ class Policy(RankDriver[PolicyWorker], ColocatablePolicyInterface):
         complete directory or none. During the call there are also files beside `path`, with the float32 weights.
 
         Raises CheckpointError if it cannot be written within `checkpoint.timeout_s`, or if something other than an
-        export is at `path`; the ranks stay usable.
+        export or a checkpoint is at `path`; the ranks stay usable.
         """
         self.ranks.call(PolicyWorker.stage_checkpoint, False)
         self.ranks.beside(SAVING, PolicyWorker.write_hf, None, path.absolute())

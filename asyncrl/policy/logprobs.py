@@ -38,8 +38,9 @@ def model_logprobs(
     hooks of FSDP. For this one call, its head returns these numbers instead of logits. If the rows are packed, results
     beyond a row's length are 0, and the model's attention must be the one of `asyncrl.ranks.packed`. If they have
     supports, the softmax of each token is over its support only, and all results are 0 for tokens without a support.
-    For the first token of a branch, all results are 0. At most `chunk_logits` logits exist at a time. Raises
-    ConfigError for a model whose logits are not a plain product with the head.
+    For the first token of a branch, all results are 0. At most `chunk_logits` logits exist at a time, or those of 64
+    tokens of the vocabulary if these are more. Raises ConfigError for a model whose logits are not a plain product with
+    the head.
     """
     head = _plain_head(model)
     made: list[torch.Tensor] = []
@@ -171,7 +172,8 @@ def _check_positions(hidden_BSD: torch.Tensor, tokens_BS: torch.Tensor, *, model
 
 
 def _plain_head(model: PreTrainedModel) -> torch.nn.Linear:
-    """Returns the model's output head. Raises ConfigError if logits are not just its product with the hidden states."""
+    """Returns the model's output head. Raises ConfigError if it is not a linear layer without a bias, or if the config
+    has a key in `_LOGIT_KEYS` that changes logits after the head."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if not isinstance(head, torch.nn.Linear) or head.bias is not None:
         found = "with a bias" if isinstance(head, torch.nn.Linear) else f"of type {type(head).__name__}"
@@ -339,8 +341,8 @@ def _rows(
 # Invariants:
 #
 # - Values and gradients equal those of log-softmax over full float32 logits, up to rounding.
-# - The buffers of a chunk have together at most the bytes of `chunk_logits` float32 numbers, in forward and in
-#   backward.
+# - The buffers of a chunk have together at most the bytes of `chunk_logits` logits, in forward and in backward. A chunk
+#   has at least `_MIN_CHUNK_ROWS` tokens of the vocabulary, also if these need more.
 # - Between forward and backward, only the inputs and two numbers for each token are kept. With centering, also the id
 #   and the coefficient of each of the sampler's most likely tokens.
 # - Products have float32 accumulators. On a GPU the operands keep their own precision, and the product's `out_dtype` is
@@ -438,7 +440,7 @@ class ChunkedHead(torch.autograd.Function):
         grad_centering_N: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
         hidden_ND, weight_VD, targets_N, normalizer_N, entropy_N, ids_NL, centers_NL = ctx.saved_tensors
-        # if the entropy is only reported, its gradient arrives as zeros, because both results share one stacked tensor
+        # if the entropy is only reported, its gradient arrives as zeros, because all results share one stacked tensor
         if grad_entropy_N is not None and not bool(grad_entropy_N.any()):
             grad_entropy_N = None
         chunks = Chunks.of(
@@ -529,7 +531,7 @@ class Chunks:
         return self.narrow is not None and not self.narrow.is_cuda
 
     def coarse_logits(self, targets_N: torch.Tensor) -> torch.Tensor:
-        """Returns the targets' logits [N] divided by the temperature, in the precision of the operands."""
+        """Returns the targets' logits [N] divided by the temperature, computed in the precision of the operands."""
         weight_ND = self.weight_VD[targets_N]
         return weight_ND.mul_(self.hidden_ND).sum(dim=1).div_(self.temperature).to(self.dtype)
 

@@ -69,8 +69,9 @@ def loss_of(
     """Computes the loss of a micro-batch, diagnostics, and the loss's own metrics. `on_policy` says which tokens count
     as on-policy.
 
-    Without the column `generation_logprobs`, the distance between data and policy is not measured. With
-    `context.sole_update`, the loss reads the log-probs of this pass as `prev_logprobs` if the rows have none.
+    If no token is trained, the loss is not called: it is 0, without diagnostics and metrics. Without the column
+    `generation_logprobs`, there are no diagnostics. With `context.sole_update`, the loss reads the log-probs of this
+    pass as `prev_logprobs` if the rows have none.
     """
     outputs = _outputs(data, model=model, loss_fn=context.loss_fn, temperature=temperature, packed=packed)
     logprobs_BT = outputs.logprobs_BT
@@ -110,8 +111,8 @@ def check_supports(data: BatchedDataDict, loss_fn: LossFunction, *, has_supports
     """Checks that rows have supports if, and only if, the configuration says so (`Config.has_supports`). Raises
     CallRefused or MissingColumns otherwise.
 
-    With supports (the tokens among which each token was sampled), it also raises CallRefused for a loss that reads
-    logits: tokens outside their support have no probability.
+    With supports (the tokens among which each token was sampled), it also raises CallRefused for a user's loss that
+    reads logits: tokens outside their support have no probability.
     """
     if not has_supports:
         if SUPPORT in data:
@@ -238,7 +239,7 @@ def _push(
     that the clip and the gates remove."""
     leaf_BT = logprobs_BT.detach().requires_grad_()
     with torch.enable_grad():
-        # the push contains no entropy term, and the centering does not depend on the sampled token's log-prob
+        # the push contains no entropy term, and the centering is an input of its own, without a graph to the leaf
         none_BT = torch.zeros_like(leaf_BT)
         terms = objective.terms(data, logprobs_BT=leaf_BT, entropy_BT=none_BT, centering_BT=none_BT)
         [slopes_BT] = slopes_of(terms.push_BT.sum(), leaf_BT)

@@ -77,7 +77,7 @@ class TQPolicy(Policy):
         self._rows.patiently(lambda client: client.clear_samples(list(sample_ids), partition_id))
 
     def finish_step(self, meta: KVBatchMeta) -> None:
-        """Removes the step's rows."""
+        """Removes the step's rows, which `meta` names."""
         self.discard_samples(meta.sample_ids, meta.partition_id)
 
     def rows_outstanding(self) -> dict[str, int]:
@@ -89,7 +89,8 @@ class TQPolicy(Policy):
     def read_from_dataplane(
         self, meta: KVBatchMeta, *, select_fields: Sequence[str], pad_value_dict: Mapping[str, float] | None = None
     ) -> BatchedDataDict:
-        """Returns the columns `select_fields` of the rows, padded to the same width as on the ranks."""
+        """Returns the columns `select_fields` of the rows, padded to the same width as on the ranks. `pad_value_dict`
+        has the padding values of columns for which the usual one is not wanted."""
         self._stamp_pad_seqlen(meta)
         padding = {} if pad_value_dict is None else {"pad_value_dict": pad_value_dict}
         return self._rows.patiently(lambda client: client.get_data(meta, select_fields, **padding))
@@ -161,7 +162,7 @@ def data_plane_section(dp_cfg: DataPlaneSection | Mapping[str, Any]) -> DataPlan
     - `impl: transfer_queue`, which is `backend` in the section;
     - `num_storage_units`, which is `transfer_queue_storage_units` in the section;
     - `enabled`, which must be true, because the rows need a data plane;
-    - `backend`, the kind of storage, which must be `simple`, because no other kind exists.
+    - `backend`, the kind of storage, which must be `simple` (or equal to `impl`), because no other kind exists.
 
     `storage_capacity`, `claim_meta_poll_interval_s`, `observability`, and NeMo-RL's `global_segment_size` and
     `local_buffer_size` have no effect and give a warning. Raises ValueError for any other key or value.

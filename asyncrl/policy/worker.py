@@ -275,11 +275,12 @@ class PolicyWorker(RankWorker[LossFunction]):
 
     def write_hf(self, weights_path: Path | None, path: Path) -> None:
         """Writes a Hugging Face directory that vLLM can serve, with the weights of the checkpoint at `weights_path`, or
-        with those that `stage_checkpoint` copied. With `model.lora` the directory has only the adapter. The call may
-        run in a second thread, like `write_checkpoint`.
+        with those that `stage_checkpoint` copied. With `model.lora` the directory has the adapter and the tokenizer
+        only. The call may run in a second thread, like `write_checkpoint`.
 
-        Raises CheckpointError if the directory cannot be written, or if something other than an export is at `path`.
-        Copies of `stage_checkpoint` are first written as a checkpoint beside `path`, because no rank has whole tensors.
+        Raises CheckpointError if the directory cannot be written, or if something other than an export or a checkpoint
+        is at `path`. Copies of `stage_checkpoint` are first written as a checkpoint beside `path`, because no rank has
+        whole tensors.
         """
         if weights_path is not None and self._lora is not None:
             from asyncrl.policy.adapter_export import convert_adapter  # imports peft, which other runs do not need
@@ -322,8 +323,9 @@ class PolicyWorker(RankWorker[LossFunction]):
         self, entries: Sequence[TensorEntry], probe_tokens: Sequence[Sequence[int]], slot: int = 0
     ) -> tuple[list[list[float]], ChangedElements | None]:
         """Copies this rank's shards of the current weights into the memory `slot`, in place of the snapshot there.
-        Returns the log-probs (nats) of the sequences `probe_tokens` under these weights, and how many elements of the
-        weights have other bits than in the snapshot of the other slot; the latter is None if that slot has no snapshot.
+        Returns the log-probs (nats) of the sequences `probe_tokens` under these weights, and an estimate of how many
+        elements of these shards have other bits than in the snapshot of the other slot. The latter is None if that slot
+        has no snapshot of the same shards.
 
         Do not pass the slot of a snapshot that is being delivered, because its memory would be overwritten.
         """
@@ -388,7 +390,7 @@ class PolicyWorker(RankWorker[LossFunction]):
     def prepare_weights_for_ipc(self, refit_buffer_size_bytes: int | None, version: Version) -> list[list[str]]:
         """Divides the current weights into groups, to share them with engines on the ranks' devices one group after the
         other. Returns the names of the weights of each group. A group of several weights fits into
-        `refit_buffer_size_bytes`."""
+        `refit_buffer_size_bytes` and into half of the free memory of each rank's device."""
         specs, weights = self.weights_metadata(), self.gather_weights()
         return self._shared.prepare(specs, weights, refit_buffer_size_bytes, version=version)
 
