@@ -48,7 +48,8 @@ def outcomes_of(
 def checked(name: str, check: Callable[[History], str | PlainComputation], history: History) -> Outcome:
     """Calls a check with the history of a run, and returns its outcome: failed with the counterexample, not possible
     with the reason, or passed with the text that the check returned. Check 6 returns comparisons instead of a text, and
-    fails if one of them failed."""
+    fails if one of them failed. If records are damaged, the outcome is failed without a call; if no step was trained
+    yet, it is not possible."""
     try:
         history.require_steps()
         found = check(history)

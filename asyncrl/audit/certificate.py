@@ -72,7 +72,10 @@ _OF_CHECKS = {
         "answer or a failure; no difference is accepted. And that the run's own witness found no fault while it trained"
     ),
     "3": "that no trained token is of lost weights, or older than staleness.max_versions; no difference is accepted",
-    "4": "digests: each step began with the weights that the step before it made; no difference is accepted",
+    "4": (
+        "digests: each step began with the weights that the step before it made, and kept weights and checkpoints have "
+        "those of their versions; no difference is accepted"
+    ),
     "5": (
         "each step again by the same code: its loss, gradient norm and weights, bit by bit. And the sampling log-prob "
         "of each token again by the learner's code, under the weights of the token's version; the difference may be as "
@@ -191,8 +194,8 @@ def _second_computation(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     what = (
         "Some training steps were computed a second time from the stored samples and weights, by a plain path: "
         "the whole model, each sample alone, formulas in 64-bit floats. It uses no code by which training computed log-"
-        "probs, advantages, loss, gradient or new weights. It shares the code that reads configuration and files, and "
-        "rewards are scored by the code of the run."
+        "probs, advantages, loss, gradient or new weights, except an optimizer of the user's own. It shares the "
+        "code that reads configuration and files, and rewards are scored by the code of the run."
     )
     if witnessed is None:
         return {"what_this_is": what, "training_steps_computed": [], "why_none": _why_none(outcomes)}

@@ -1,6 +1,6 @@
-"""Check 4 of the audit: each step began with the weights that the step before it made. The published weights, those
-that the run kept (`audit.keep_weights`) and those in checkpoints are the weights of their versions. The check compares
-digests of the weights."""
+"""Check 4 of the audit: each step began with the weights that the step before it made, equal weights were published
+with equal bytes, and the weights that the run kept (`audit.keep_weights`) and those in checkpoints are the weights of
+their versions. The check compares digests of the weights, and checksums of the rows in checkpoints."""
 
 import json
 from collections.abc import Iterable
@@ -24,8 +24,9 @@ from asyncrl.run_files import names
 
 def chain_holds(history: History) -> str:
     """Check 4: the surviving steps (those that no restart has undone) are numbered without a gap, each started from the
-    weights that the step before it made, equal weights were published with equal bytes, and every checkpoint and every
-    kept version has the weights of its step."""
+    weights that the step before it made, versions were published in their order and equal weights with equal bytes, and
+    every checkpoint of a surviving step and every kept version has the recorded weights. Such a checkpoint also has the
+    rows that later steps trained."""
     for number, step in enumerate(history.steps):
         if step.step != number:
             raise Counterexample(f"the record of step {step.step} stands where step {number} is expected")
@@ -61,9 +62,9 @@ def _check_link(last: TrainedStep, step: TrainedStep) -> None:
 
 
 def _check_published(history: History) -> int:
-    """Raises Counterexample if equal weights were published with different bytes, or if versions were not published in
-    their order. A restart publishes the weights of its checkpoint again under another version, for example. Returns the
-    number of publications."""
+    """Raises Counterexample if versions were not published in their order, or if equal weights were published with
+    different bytes. Two versions have equal weights if, for example, a restart publishes those of its checkpoint again.
+    Returns the number of publications."""
     weights = history.weights()
     contents: dict[tuple[str, int], tuple[Version, str]] = {}  # by kind and digest
     newest: Version | None = None
@@ -84,7 +85,8 @@ def _check_published(history: History) -> int:
 
 def _check_checkpoints(history: History) -> int:
     """Compares the weights and rows in the checkpoints of surviving steps with those that the steps recorded. Returns
-    the number of checkpoints."""
+    the number of these checkpoints. Raises Counterexample for a difference or a damaged checkpoint, and NotPossible for
+    one that another version of asyncrl wrote."""
     rows = {
         f"{group.group}.{group.attempt}": [sample.row for sample in group.samples]
         for step in history.steps

@@ -14,10 +14,10 @@ EQUAL_CHANGES = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The result of one comparison of check 6 over all steps, for the text of the audit and its certificate. `check` is
-    its name, and `compares` says in words what is compared. `things` names the compared values, and `number` is their
-    count. `worst` is the largest difference and `limit` the largest accepted one, both in `unit`. `where` says in words
-    where the largest difference is. `nothing` is the reason to show if there was nothing to compare."""
+    """The result of one comparison of check 6, of all steps together that it looked at. `check` is its name, and
+    `compares` says in words what is compared. `things` names the compared values, and `number` is their count. `worst`
+    is the largest difference and `limit` the largest accepted one, both in `unit`. `where` says in words where the
+    largest difference is. `nothing` is the reason to show if there was nothing to compare."""
 
     check: str
     compares: str
@@ -59,7 +59,7 @@ class PlainComputation:
 
     @property
     def failure(self) -> str | None:
-        """Says what the first failed comparison found; None if all have passed."""
+        """Says what the first failed comparison found; None if none has failed."""
         for found in self.comparisons:
             if found.failed:
                 return (
@@ -178,7 +178,7 @@ def _of_updates(equal_advantages: float) -> list[Comparison]:
         Comparison(
             check="gradient",
             compares="norm of the gradient of the loss of all samples before it is clipped, as recorded, with that of "
-            "the plain pass and the objective's formula; a norm for each update",
+            "the plain pass and the objective's formula; the mean of the norms of a step's updates",
             things="norms of gradients",
             unit="of the gradient's norm",
             limit=EQUAL_GRADIENTS,
@@ -187,7 +187,8 @@ def _of_updates(equal_advantages: float) -> list[Comparison]:
             check="optimizer",
             compares="change of each weight tensor between kept versions, with its change by AdamW's formula (or by "
             "the optimizer of learner.optimizer.name, called with whole tensors) and the plain gradients, beginning "
-            "without state at the run's first step; differences that the rounding of float32 explains count as 0",
+            "without state at the run's first step; what the rounding of float32 explains is subtracted from a "
+            "difference",
             things="changes of weights",
             unit="of the norm of the tensor's change",
             limit=EQUAL_CHANGES,

@@ -45,7 +45,8 @@ class Verdict(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The outcome of the check `name`. `detail` says what was checked, or has the first counterexample, or the reason
-    why the check is not possible. `witnessed` has the numbers of check 6; None for other checks."""
+    why the check is not possible. `witnessed` has the numbers of check 6; None for other checks, and if check 6 could
+    not compute them."""
 
     name: str
     verdict: Verdict
@@ -75,8 +76,9 @@ class History:
     `steps` are the surviving steps, which made the newest weights, in the order of the records. `lost` are the steps
     that a restart has undone. `began` has the start of each incarnation that wrote records, by its number. `end` is the
     end of the run; None if the newest incarnation still runs or was killed. `forked_from` is the checkpoint of another
-    run with whose weights this run began; None if there is none. `damage` says which record cannot be read or is
-    missing; None if there is none.
+    run with whose weights this run began; None if there is none. `published` has all publications, also those that a
+    restart lost. `damage` says which record cannot be read or is missing (the first one of several); None if there is
+    none.
     """
 
     directory: Path
@@ -125,8 +127,8 @@ class History:
         return found
 
     def digests(self) -> dict[int, dict[str, int]]:
-        """Returns the digests of the weights by kind of digest. The outer key is the number of the step
-        that begins with the weights: the weights before step 3 and those after step 2 have the key 3."""
+        """Returns the digests of the surviving steps' weights by kind of digest. The outer key is the number of the
+        step that begins with the weights: the weights before step 3 and those after step 2 have the key 3."""
         before = {step.step: step.digests_before for step in self.steps}
         return before | {step.step + 1: {step.digest_kind: step.after} for step in self.steps}
 
@@ -200,8 +202,9 @@ def _cut(
 
 
 def _known(directory: Path) -> Lineage:
-    """Returns the lineage (which incarnation began from which version) that the newest start of the run recorded. The
-    newest incarnation may not have written a record for the audit yet."""
+    """Returns the lineage (which incarnation began from which version) that the newest start of the run recorded; that
+    of a run without a restart if this file cannot be read. The newest incarnation may not have written a record for the
+    audit yet."""
     try:
         return msgspec.json.decode(read(directory / LINEAGE), type=Lineage)
     except UNREADABLE:

@@ -24,7 +24,7 @@ _DECISIVE = (
 
 
 def kept_steps(history: History) -> KeptSteps:
-    """Returns the kept weights and batches of a run. Raises NotPossible if it kept none."""
+    """Returns the kept weights and batches of a run. Raises NotPossible if it kept no weights."""
     kept = KeptSteps(history.directory)
     if not kept.versions():
         raise NotPossible(
@@ -41,7 +41,7 @@ def check_same_settings(history: History) -> None:
 
 def changed_settings(history: History, among: tuple[str, ...]) -> Iterator[tuple[str, object, object]]:
     """Yields each setting that a restart of the run changed: the key, the value at the run's start, and the changed
-    value. Looks only at keys that begin with a word of `among`. Restarts of which no step survived do not count."""
+    value. Looks only at keys that begin with a word of `among`. Starts of which no step survived do not count."""
     first, *later = (history.began[incarnation] for incarnation in sorted({s.incarnation for s in history.steps}))
     for began in later:
         for key in sorted(first.settings.keys() | began.settings.keys()):
@@ -52,7 +52,7 @@ def changed_settings(history: History, among: tuple[str, ...]) -> Iterator[tuple
 
 def kept_batch(kept: KeptSteps, step: TrainedStep) -> tuple[Lease, BatchedDataDict]:
     """Returns the kept lease (the step's groups with their rewards) and the kept rows of a step. Raises NotPossible if
-    they were not kept, and Counterexample if they are not those of the step's record."""
+    they were not kept, and Counterexample if they cannot be read or are not those of the step's record."""
     try:
         found = kept.batch(Version(step.incarnation, step.step))
     except Exception as error:

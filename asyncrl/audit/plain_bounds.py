@@ -68,9 +68,9 @@ def _chosen(choice: Axes | None, tokens: Tokens) -> Axes | None:
 
 
 def _budgeted(gate: Axes, tokens: Tokens) -> Axes:
-    """Returns a gate with the `hi` that its budget gives. The tokens are taken in the order of their k2 (half of the
-    squared log-ratio), as long as their mean k2 is within the budget. `hi` lies between the k2 of the last token that
-    is taken and that of the next one."""
+    """Returns a gate with the `hi` that its budget gives, if this is below its own. The tokens that the gate may remove
+    are taken in the order of their k2 (half of the squared log-ratio), as long as their mean k2 is within the budget.
+    `hi` lies between the k2 of the last token that is taken and that of the next one. If all are taken, it stays."""
     if gate["budget"] is None:
         return gate
     subject = sorted_k2(gate, tokens)
@@ -85,7 +85,7 @@ def _budgeted(gate: Axes, tokens: Tokens) -> Axes:
 
 def _cap(weight: Axes, tokens: Tokens) -> float:
     """Returns the largest cap for which the effective share of the clamped weights (their effective sample size divided
-    by their number) is at least `min_ess`."""
+    by their number) is at least `min_ess`; infinity if the weights need no cap."""
     ratios = ratios_of(tokens, weight["p"], weight["q"])
 
     def holds(cap: float) -> bool:

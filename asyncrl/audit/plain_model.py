@@ -25,14 +25,14 @@ from asyncrl.user_code import describe_error
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
 LEAST_GRADIENT = 1e-4
-"""An element of a weight is not compared if its gradient is below this share of the typical gradient (the root mean
-square of all elements). Two attention implementations gave
-gradients that differ by at most 1.5e-5 of the typical one (random Qwen2 models of 0.1 and 1 M parameters)."""
+"""Share of the typical gradient (the root mean square of all elements) by which rounding may change the gradient of an
+element. With AdamW, an element with a smaller gradient is not compared. Two attention implementations gave gradients
+that differ by at most 1.5e-5 of the typical one (random Qwen2 models of 0.1 and 1 M parameters)."""
 LARGEST_ROUNDING = 0.1
-"""An element is not compared if gradients that differ by LEAST_GRADIENT change its step by more than this share of the
-tensor's typical step. The measured differences of gradients are 0.15 of LEAST_GRADIENT, so they change a tensor's step
-by less than 1.5 %, unless the optimizer's step jumps, as that of a sign function does. Such a jump is larger than this
-share."""
+"""With an optimizer of the user's own, an element is not compared if gradients that differ by LEAST_GRADIENT change its
+step by more than this share of the tensor's typical step. The measured differences of gradients are 0.15 of
+LEAST_GRADIENT, so they change a tensor's step by less than 1.5 %, unless the optimizer's step jumps, as that of a sign
+function does. Such a jump is larger than this share."""
 
 
 class PlainModel:
@@ -173,9 +173,10 @@ class Moments:
         return found
 
     def decided_by_rounding(self, name: str) -> torch.Tensor:
-        """Returns True for the elements of a tensor whose gradients were nearly 0, but not 0, in the steps so far.
-        AdamW divides a gradient by its own size, so rounding decides in which direction such an element moves. An
-        example are the biases of keys, which do not change the result of attention without position embeddings."""
+        """Returns True for the elements of a tensor whose gradients were nearly 0, but not 0, in the steps so far; a
+        single False for a tensor without gradients. AdamW divides a gradient by its own size, so rounding decides in
+        which direction such an element moves. An example are the biases of keys, which do not change the result of
+        attention without position embeddings."""
         sizes = {name: (second / (1 - self._settings.betas[1] ** self._steps[name])).sqrt()
                  for name, second in self._second.items()}  # fmt: skip
         if name not in sizes:

@@ -88,8 +88,9 @@ def steps_replay(history: History, *, trust: bool = False) -> str:
 
 
 def _check_same_conditions(history: History, config: Config) -> None:
-    """Raises NotPossible if the steps may have other bits when they are computed here: on another processor, with other
-    packages, or with settings that a restart of the run changed."""
+    """Raises NotPossible if the steps may have other bits when they are computed here: on another processor, by another
+    number of ranks or threads, with other packages, or with settings that a restart of the run changed. Also raises it
+    for a kind of digest that this version of asyncrl does not have."""
     here, packages = processor(), provenance()
     for incarnation in sorted({step.incarnation for step in history.steps}):
         machine = history.began[incarnation].machine
@@ -122,7 +123,8 @@ def _kept_start(kept: KeptSteps, first: TrainedStep) -> Version:
 
 @contextmanager
 def _policy(config: Config) -> Iterator[TQPolicy]:
-    """Starts a local Ray cluster and the policy's ranks on it. Stops both at the end of the block."""
+    """Starts a local Ray cluster and the policy's ranks on it. Stops both at the end of the block. Raises NotPossible
+    if Ray cannot start."""
     policy = TQPolicy(config, model_path=config.model.path, dp_cfg=config.data_plane)
     try:
         start_local(config, generators=0, command=AUDIT)
@@ -141,7 +143,8 @@ def _policy(config: Config) -> Iterator[TQPolicy]:
 def _replay(
     policy: TQPolicy, config: Config, steps: Sequence[TrainedStep], batches: Sequence[tuple[Lease, BatchedDataDict]]
 ) -> None:
-    """Trains the steps again, and compares every result. Raises Counterexample at the first difference."""
+    """Trains the steps again, and compares every result. Raises Counterexample at the first difference, and NotPossible
+    if the policy does not have the weights with which the run began."""
     start = combined(policy.ranks.call(PolicyWorker.weights_digest, steps[0].digest_kind))
     if start != steps[0].before:
         raise NotPossible(
@@ -202,8 +205,9 @@ def _rescore(
     config: Config,
     limits: ParityLimits,
 ) -> list[float]:
-    """Scores every trained token under the kept weights of its version. Returns the differences from the sampling
-    log-probs, nats. Raises Counterexample for a difference above the run's tolerance."""
+    """Scores every sampled token of the trained samples under the kept weights of its version. Returns the differences
+    from the sampling log-probs, nats. Raises Counterexample for a difference above the run's tolerance, and NotPossible
+    if the weights of a version were not kept."""
     spans: dict[Version, list[_Span]] = defaultdict(list)
     for step, (_, rows) in zip(steps, batches, strict=True):
         for version, span in token_spans(step, rows):

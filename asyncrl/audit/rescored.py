@@ -24,11 +24,13 @@ MOST_GROUPS = 64
 
 
 def reward_differences(history: History, config: Config) -> Iterator[tuple[float | None, str]]:
-    """Yields the difference of each reward from the recorded one, and in words which reward it is. The difference is
-    None if a reward fails now, or failed in the run, but not both, because the machines may differ in speed and memory.
+    """Scores the samples of at most `MOST_GROUPS` groups again. Yields for each of them the difference of the reward
+    from the recorded one, and in words which reward it is. The difference is None if a reward fails now, or failed in
+    the run, but not both, because the machines may differ in speed and memory.
 
-    Rewards of the user's own code, of a judge and of other servers are left out: they may give another number each
-    time. Raises NotPossible with the reason if the rewards cannot be computed from a text of `samples/`.
+    Raises NotPossible with the reason if the rewards cannot be computed from the texts in `samples/`, if a restart
+    changed their settings, or if they are those of the user's own code, of a judge or of another server, which may give
+    another number each time.
     """
     if untrusted(config, sections=("environment", "data")):
         raise NotPossible("the configuration names code, programs or servers for the rewards")

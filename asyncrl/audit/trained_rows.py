@@ -22,8 +22,8 @@ from asyncrl.witness.step import Completion
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSequence:
     """A sequence as a model sees it: a row, or a branch of one. For each token but the first, `supports` has the ids
-    among which it was sampled, and `tops` the ids and log-probs of the sampler's most likely tokens. `start` is the
-    position of the sequence's first token in the row."""
+    among which it was sampled (None if the batch has none), and `tops` the ids and log-probs of the sampler's most
+    likely tokens. `start` is the position of the sequence's first token in the row."""
 
     start: int
     tokens: list[int]

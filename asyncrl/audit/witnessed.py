@@ -1,10 +1,11 @@
 """Check 6 of the audit: computes some trained steps a second time by a plain path (as the run's witness does while it
-trains), from the kept batches and weights alone.
+trains), from the batches and weights that the run kept.
 
 Each row passes alone through a whole model of transformers with the kept weights, and `asyncrl.witness` has the
 formulas: no Ray, no shards, no packing. The check uses no code by which the learner computes log-probs, advantages, the
-loss, the gradient or new weights. It shares with the run the code that reads the configuration (`build_loss`,
-`resolve_advantage`, `sample_axes`), a lease (`completions_of`) and files, and the process that computes rewards.
+loss, the gradient or new weights, except an optimizer of the user's own. It shares with the run the code that reads the
+configuration (`build_loss`, `resolve_advantage`, `sample_axes`), a lease (`completions_of`) and files, and the process
+that computes rewards.
 
 The checks of a step, in the order in which a reader should look at them: a later one reads what an earlier one checks.
 
@@ -84,8 +85,9 @@ def steps_witnessed(
     history: History, *, steps: int, progress: Callable[[str], None], trust: bool = False
 ) -> PlainComputation:
     """Check 6: computes `steps` of the surviving steps again by a plain path, and compares the numbers with those of
-    the run. Raises NotPossible if the run did not keep what this needs, and Counterexample if a kept batch is not the
-    one that was trained. An optimizer that the run's config names is imported only with `trust`."""
+    the run. Raises NotPossible if the run did not keep what this needs or if a restart changed a setting on which the
+    numbers depend. Raises Counterexample if a kept batch is not the one that was trained, or if a file is damaged. An
+    optimizer that the run's config names is imported only with `trust`."""
     kept, config = kept_steps(history), read_config(history.directory)
     check_same_settings(history)
     first, others = chosen_steps(len(history.steps), steps)
@@ -226,7 +228,7 @@ class _Witness:
                 self._train(step, completions, kept, found, start, reference, optimizer=optimizer)
 
     def compare_rewards(self, history: History) -> None:
-        """Compares the rewards of the samples whose texts the run kept."""
+        """Scores samples whose texts the run kept again, of at most `MOST_GROUPS` groups, and compares the rewards."""
         failed = 0
         try:
             for apart, where in reward_differences(history, self._config):
@@ -242,8 +244,8 @@ class _Witness:
             )
 
     def compare_rates(self, history: History) -> None:
-        """Compares the recorded learning rates of all surviving steps with the schedule. Skipped steps are not
-        compared: they advance neither the number of steps nor the schedule."""
+        """Compares the recorded learning rates of all surviving steps with the schedule. Steps that the run
+        skipped without training are not compared: they advance neither the number of steps nor the schedule."""
         settings, total = self._config.learner.optimizer, self._config.learner.total_steps
         for step in (each.step for each in history.steps if each.step in self._lines):
             found, rate = self._lines[step].learning_rate, rate_of_step(settings, step=step, total_steps=total)
@@ -449,8 +451,9 @@ class _Witness:
         *,
         optimizer: Moments | OwnOptimizer | None,
     ) -> None:
-        """Computes the updates of a step, and compares the norm of their gradients. With an `optimizer` that has made
-        all earlier steps, also computes and compares the weights after the step."""
+        """Computes the updates of a step, and compares the mean norm of their gradients with the recorded one. With an
+        `optimizer` that has made all earlier steps, also computes and compares the weights after the step. Without one,
+        leaves out a step with several updates."""
         learner = self._config.learner
         updates = 1 if len(kept) % (learner.updates_per_step * learner.ranks) else learner.updates_per_step
         if updates > 1 and optimizer is None:
@@ -539,8 +542,8 @@ class _Witness:
         recorded: float | None,
     ) -> Tensors:
         """Returns the gradient of an update. A token may be so near to the edge of a clip that rounding decides on
-        which side it is. Then the gradients of both sides are computed, and the one whose norm is nearest to `recorded`
-        is returned."""
+        which side it is. Then also the gradients of both sides are computed, and the one whose norm is nearest to
+        `recorded` is returned; with None, always the gradient of the numbers as they are."""
         tried: list[tuple[float, Tensors]] = []
         seen: list[list[list[float]]] = []
         for apart in (0.0, ROUNDING_NATS, -ROUNDING_NATS):

@@ -63,7 +63,7 @@ NOTES = tuple(concern.value for concern in Concern if concern is not Concern.BOT
 """The health notes of a run."""
 
 DEADLINES = tuple(key for key in flat_config(Config()) if key.endswith(("timeout_s", "grace_s")))
-"""The config keys that limit a waiting time."""
+"""The config keys that end in `timeout_s` or `grace_s`; each limits a waiting time."""
 
 VERSIONS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 3600)
@@ -533,8 +533,8 @@ class Learner:
         "attention over all pairs of a row, no recomputation; a prompt that rows share counts for each of them. "
         "Forward and backward passes count, also of skipped steps; while only the critic is trained there is only "
         "the forward pass. Log-prob passes and the critic do not count, and with `model.lora` the gradients of "
-        "frozen weights. Stays 0 for models that cannot be counted: a mixture of experts, a sliding window, or a "
-        "type other than llama, mistral, qwen2 and qwen3.",
+        "frozen weights. Stays 0 with `generator.top_k`, and for models that cannot be counted: a mixture of experts, "
+        "a sliding window, or a type other than llama, mistral, qwen2 and qwen3.",
         own_unit="FLOPs",
     )
     learner_state_seconds_total = ScrapedMetric(

@@ -1,4 +1,4 @@
-"""Declares every scalar of a step once: its name, unit and meaning, and where it is shown.
+"""Declares the scalars of a step, each once: its name, unit and meaning, and where it is shown.
 
 The records (steps.jsonl), the trackers, the gauges of Prometheus, the charts of the report, the panels of the dashboard
 Learning, and docs/metrics.md read this table. A new number therefore needs two changes: `learner/recording.py` (or
@@ -156,7 +156,8 @@ LEFT_OUT = Panel(
 
 
 def _by_sign(name: str, sign: str, why: str) -> Number:
-    """Returns the share of the tokens with a positive or a negative advantage that the objective removes."""
+    """Declares the share of the tokens with a positive or a negative advantage that the objective removes. `why` says
+    in words how it removes them."""
     key = f"{name}_{sign}_ratio"
     return Number(
         key,
@@ -170,17 +171,26 @@ def _by_sign(name: str, sign: str, why: str) -> Number:
 _CLIPPED, _GATED = "have no gradient because of the clip", "a gate or an importance weight of 0 removes from the loss"
 
 NUMBERS: tuple[Number, ...] = (
-    Number("reward_mean", "reward", "Mean reward of the last step's samples.", "reward/mean"),
+    Number(
+        "reward_mean",
+        "reward",
+        "Mean reward of the last step's samples and of those of the groups in `filtered_groups`.",
+        "reward/mean",
+    ),
     Number(
         "reward_std",
         "reward",
-        "Population standard deviation of the rewards of the step's samples.",
+        "Population standard deviation of the rewards of which `reward_mean` is the mean.",
         "reward/std",
         Line(SPREAD, "standard deviation"),
         gauge=None,
     ),
-    Number("reward_min", "reward", "Smallest reward of the step's samples.", "reward/min", gauge=None),
-    Number("reward_max", "reward", "Largest reward of the step's samples.", "reward/max", gauge=None),
+    Number(
+        "reward_min", "reward", "Smallest of the rewards of which `reward_mean` is the mean.", "reward/min", gauge=None
+    ),
+    Number(
+        "reward_max", "reward", "Largest of the rewards of which `reward_mean` is the mean.", "reward/max", gauge=None
+    ),
     Number(
         "zero_variance_ratio",
         "ratio",
@@ -406,9 +416,10 @@ NUMBERS: tuple[Number, ...] = (
     Number(
         "length_ratio",
         "ratio",
-        "Mean completion length of all samples trained so far divided by that of all samples generated so far. Below "
-        "1, long completions are lost more often. A group that is dropped at its deadline "
-        "(`staleness.on_deadline: drop`) counts with the tokens that it had. NaN before the first trained sample.",
+        "Mean completion length of all samples trained so far divided by that of all samples generated so far, without "
+        "those of failed groups. Below 1, long completions are lost more often. A group that is dropped at its "
+        "deadline (`staleness.on_deadline: drop`) counts with the tokens that it had. NaN before the first "
+        "trained sample.",
         "length/trained_to_generated_ratio",
         Line(Chart("Length of trained completions", "share of the length of all completions", (1,)), "trained / all"),
         (Panel(HARMS, "Length ratio"), "trained / generated"),
@@ -466,7 +477,8 @@ NUMBERS: tuple[Number, ...] = (
     Number(
         "parity_mean_nats",
         "nats",
-        "Mean difference between the engine's and the learner's log-prob of a token, over the step's on-policy tokens.",
+        "Mean size of the difference between the engine's and the learner's log-prob of a token, over the step's "
+        "on-policy tokens.",
         "staleness",
     ),
     Number(
@@ -586,8 +598,8 @@ NUMBERS: tuple[Number, ...] = (
 )
 
 LEAST_PUBLISHED_BITS = 0.001
-"""Share of the published elements that should have other bits after a step (`published_bits_ratio`). In bfloat16, a
-rate of 1e-6 changes about 1 % of them (PULSE, arXiv:2602.03839)."""
+"""Smallest share of the published elements that should have other bits after a step (`published_bits_ratio`). In
+bfloat16, a rate of 1e-6 changes about 1 % of them (PULSE, arXiv:2602.03839)."""
 
 TRACKERS = {
     number.name: number.tracker if "/" in number.tracker else f"{number.tracker}/{number.name}" for number in NUMBERS

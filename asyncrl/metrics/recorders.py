@@ -1,8 +1,8 @@
 """Records metrics: one class per process, `LearnerMetrics`, `GeneratorMetrics` and `BufferMetrics`.
 
-The methods take strings, ints and floats, the configuration, or records of the buffer. They never raise: an error is
-logged once per method, and the value is lost. A metric of the catalogue without a recording method must be deleted.
-tests/metrics/test_recorders.py checks this: it calls every method and looks for a value of every metric.
+The methods that record a value never raise: the first error of each method is logged, and the value is lost. A metric
+of the catalogue without a recording method must be deleted. tests/metrics/test_recorders.py checks this: it calls every
+method and looks for a value of every metric.
 """
 
 import functools

@@ -36,14 +36,16 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 5.0
 
 POLL_S = 0.1
-"""Interval at which the server checks whether it is being closed, and at which `told` checks whether it can return."""
+"""Interval at which the server checks whether it is being closed and ends connections that take too long, and at which
+`told` checks whether it can return."""
 
 LINGER_S = 6.0
 """How long the server stays up after the run has removed its targets. Prometheus scrapes a removed target for up to
 five seconds more."""
 
 DISCOVERY_S = 20.0
-"""Longest wait for the next discovery request of a client: twice the longest refresh interval in deploy/."""
+"""Longest wait, at the end of a run, for the next requests of the clients of `/sd`: twice the longest refresh interval
+in deploy/."""
 
 DISCOVERY_PATH = "/sd"
 REFRESH_HEADER = "X-Prometheus-Refresh-Interval-Seconds"
@@ -124,7 +126,7 @@ class MetricsServer:
         later. A run that ends without an error has emptied the list by then.
 
         A client counts only if it sent a request for `/sd` in the `watched_s` before `since_s`, and announced that it
-        asks again. Returns after `discovery_s` even if a client has not asked again.
+        asks again. Returns at the latest `discovery_s` after `since_s`, even if a client has not asked again.
         """
         told_s = self._server.told_s
         waiting = [path for path, asked_s in told_s.copy().items() if since_s - asked_s < self._limits.watched_s]
@@ -220,7 +222,8 @@ class _Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Closes a connection. The thread of the connection calls it at its end."""
+        """Closes a connection. The thread of the connection calls it at its end, and `process_request` for a connection
+        that gets no thread."""
         self._opened.pop(request, None)
         self._ending.discard(request)
         super().shutdown_request(request)

@@ -1,7 +1,8 @@
 """The states of the processes, and the colour of each state in the report, in a terminal and in Grafana.
 
-Green is work of the process itself, blue and violet are its shorter stages, amber is waiting for the other side, and
-red is waiting for something that a setting limits. The report stacks the states in the order of these tables.
+For the learner and the generators, green is the work of the process itself, teal, blue, violet and rose are its shorter
+stages, amber is waiting for the other side, and orange and red are other waits. The report stacks the states in the
+order of these tables.
 """
 
 from collections.abc import Mapping

@@ -60,7 +60,8 @@ class SlotStates:
     def set(self, counts: Mapping[str, int]) -> None:
         """Sets the number of slots in each state; a state that is not in `counts` has none.
 
-        Raises ValueError when a count is negative or the counts do not add up to the number of slots.
+        Raises ValueError when a state is unknown, a count is negative, or the counts do not add up to the number of
+        slots.
         """
         with self._lock:
             for state, count in counts.items():
@@ -87,7 +88,7 @@ class SlotStates:
         """Moves slot-seconds from `source` to other states. `parts` maps a state to the seconds that it gets.
 
         This is for a call to other processes that return the durations of their stages at the end of the call. Raises
-        ValueError when `source` has fewer slot-seconds than `parts` adds up to.
+        ValueError when a state is unknown, or when `source` has fewer slot-seconds than `parts` adds up to.
         """
         with self._lock:
             for state in (source, *parts):
@@ -150,7 +151,8 @@ def caught_up(shown: Mapping[str, float], seconds: Mapping[str, float]) -> dict[
     """Returns the totals to show next, after the totals `shown`, for the measured `seconds`.
 
     A scrape may have shown seconds under one state that were moved to other states since (`reattribute`). The new
-    totals still never fall, because a counter must not fall, and they add up to `seconds`.
+    totals still never fall, because a counter must not fall, and they add up to `seconds`. If `seconds` add up to less
+    than `shown`, as after a failed read, the totals stay.
 
     A state whose shown total is above its seconds keeps this total. The growth of the sum goes to the states whose
     totals are below their seconds, in proportion to the differences. When no state is above its seconds any more, the

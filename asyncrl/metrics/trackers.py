@@ -277,7 +277,7 @@ def _arguments(
 
 
 def _id_of(name: str, tracker: Any, arguments: Mapping[str, Any]) -> str:
-    """Returns the id of the run that a tracker has begun."""
+    """Returns the id of the run that a tracker has begun; for trackio its name, for TensorBoard an empty text."""
     return (
         str(tracker.active_run.info.run_id) if name == "mlflow" else str(arguments.get("id", arguments.get("name", "")))
     )

@@ -12,5 +12,5 @@
 - `live.py` renders the live view; `watch.py` reads records and status from outside the run.
 - `status_text.py` renders the status as text and as JSON.
 
-The views only read. They do not start, end or change a run.
+The views only read the run's records and status. They do not start, end or change a run.
 """

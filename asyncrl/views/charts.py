@@ -1,9 +1,9 @@
-"""Makes charts as inline SVG: lines, stacked shares over time, and bars by version. Pure functions.
+"""Makes charts as inline SVG: lines, stacked shares over steps, and bars by version. Pure functions.
 
 The functions compute coordinates in SVG units, and `chart.html.j2` has the markup. Colours are CSS variables of the
-page (`report.css`). Light mode, dark mode and print therefore need no code here. Each chart contains its numbers as
-JSON for the script of the page, which shows them under the pointer. Without the script, the chart is complete but does
-not show these numbers.
+page (`report.css`). Light mode, dark mode and print therefore need no code here. A chart of lines or shares contains
+its numbers as JSON for the script of the page, which shows them under the pointer. Without the script, the chart is
+complete but does not show these numbers.
 """
 
 import math
@@ -44,7 +44,8 @@ VALUE_LABEL_WIDTH = 27
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One named line. `ys` has one entry per x; None and NaN leave a gap. `faint` lines are drawn behind the others.
+    """One named line. `ys` has one entry per x; None and NaN leave a gap. `faint` lines are drawn behind the others and
+    are not in the legend; `dots` draws the points without a line.
 
     `xs` are the line's own places on the x axis, in ascending order. None: those of the chart. `band` has the lowest
     and the highest value of an area around the line for each x; None leaves a gap. `dash` is the pattern of the line,
@@ -153,8 +154,9 @@ def share_chart(
     unit: str,
     marks: Sequence[Mark] = (),
 ) -> Markup:
-    """Returns a chart with stacked shares over steps. `shares` has one mapping from state to share per x. `marks` are
-    vertical lines; those beyond the x axis are not drawn.
+    """Returns a chart with stacked shares over steps. `shares` has one mapping from state to share per x. `colors` has
+    the drawn states, the lowest first, and their colours. `marks` are vertical lines; those beyond the x axis are not
+    drawn.
 
     States whose share is always 0 are left out.
     """
@@ -243,7 +245,7 @@ def _within(histogram: Mapping[int, int]) -> Mapping[int, int]:
 
 
 def nice_ticks(low: float, high: float, *, about: int = 4) -> list[float]:
-    """Returns evenly spaced round numbers that cover the range from `low` to `high`.
+    """Returns evenly spaced round numbers that cover the range from `low` to `high`, with about `about` intervals.
 
     >>> nice_ticks(0.0, 0.93)
     [0.0, 0.25, 0.5, 0.75, 1.0]

@@ -36,7 +36,8 @@ GAP, TITLE_HEIGHT, LEGEND_LINE = 24, 24, 18
 """Lengths in the SVG file, in SVG units: between charts, of a chart's title, and of a line of the legend."""
 
 COLUMN_GAP, LONGEST_CELL = 2, 20
-"""Numbers of characters in a terminal: between columns, and at most of a shown value of a setting."""
+"""Numbers of characters in a terminal: between columns, and at most of a shown value of a setting, or of a group's
+label if the terminal is narrow."""
 
 
 def compare_html(groups: Sequence[Group], *, by: Sequence[str] = ()) -> str:
@@ -58,7 +59,7 @@ def compare_html(groups: Sequence[Group], *, by: Sequence[str] = ()) -> str:
 
 
 def settings_that_differ(groups: Sequence[Group], *, by: Sequence[str]) -> list[Row]:
-    """Returns the settings in which the groups differ, each with its value in each group."""
+    """Returns the settings besides those of `by` in which the groups differ, each with its value in each group."""
     return differences([group.runs[0].records.config for group in groups], but=by)
 
 
@@ -117,7 +118,8 @@ def _placed(figure: Figure, *, x: float, y: float) -> dict[str, object]:
 
 
 def write_output(option: str, output: Path, content: bytes) -> None:
-    """Writes a file that `option` names. Raises RunError if it cannot be written."""
+    """Writes `content` to the file `output`, which the user named with the command's option `option`. Raises RunError
+    if it cannot be written."""
     try:
         write_atomically(output, content)
     except OSError as error:

@@ -83,8 +83,8 @@ def curves(groups: Sequence[Group], axis: Axis) -> Iterator[Figure]:
 
 
 def _line_of(group: Group, points_of: Points, place: Callable[[Point], float | None]) -> Series | None:
-    """Returns the line of a group; None if it has no points. The line of several runs is their mean, with its
-    t-interval as a band, over the part of the axis where all of them have values."""
+    """Returns the line of a group; None if it has no points. The line of several runs is the mean of those that have
+    points, with its t-interval as a band, over the part of the axis where all of these have values."""
     points = [[(place(point), point.value) for point in points_of(run)] for run in group.runs]
     draw = partial(Series, name=group.label, color=group.color, dash=group.dash)
     if len(points) == 1:

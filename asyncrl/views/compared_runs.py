@@ -85,8 +85,8 @@ def read_compared(
     `names` are the words with which the user named the directories, by default their paths. They differ for the URL of
     a mirror, whose path is that of a temporary directory.
 
-    Raises ConfigError if there are not two different directories and names, or if no run has a setting of `by`. Raises
-    RunError if a directory is not a run directory, or if its run has trained no step.
+    Raises ConfigError if there are fewer than two directories, if a directory or a name is given twice, or if no run
+    has a setting of `by`. Raises RunError if a directory is not a run directory, or if its run has trained no step.
     """
     if len(paths) < 2:
         raise ConfigError(f"asyncrl compare: got {len(paths)} run, but it compares two or more; name other runs")
@@ -191,8 +191,9 @@ def _at(tree: object, key: str) -> object:
 
 
 def differences(configs: Sequence[Config], *, but: Sequence[str] = ()) -> list[Row]:
-    """Returns the settings in which the configurations differ, each with its value in each configuration. Settings that
-    `but` names are left out. Dotted keys of the first configuration come first, in the order of the schema."""
+    """Returns the settings in which the configurations differ, each with its value in each configuration. `OWN_KEYS`
+    and settings that `but` names are left out. Dotted keys of the first configuration come first, in the order of the
+    schema."""
     flat = [flat_config(config) for config in configs]
     rows = []
     for key in dict.fromkeys(key for settings in flat for key in settings):

@@ -15,8 +15,8 @@ from asyncrl.learner.records import EvalRecord, StepRecord, largest, mean
 from asyncrl.views.setting import Setting
 
 RECENT_STEPS = 20
-"""The headline and the live view cover this many last steps. Some numbers cover them in all views, such as the
-share of groups with equal rewards."""
+"""The live view, and rules that look at the recent steps, cover this many last steps. Some numbers cover them in all
+views, such as the share of groups with equal rewards."""
 TREND_STEPS = 200
 """Rules about a trend look at this many last steps: the live view is made twice a second, also in a long run."""
 BLOCK_STEPS = 5
@@ -66,7 +66,7 @@ class Evidence:
 
     @property
     def samples(self) -> int:
-        """The number of samples of the recent steps."""
+        """The number of samples that the recent steps trained."""
         return sum(record.trained_samples for record in self.recent)
 
     def recent_mean(self, number: str) -> float | None:
@@ -127,7 +127,8 @@ def evidence_of(
 
 def since(steps: Sequence[StepRecord], holds: Callable[[StepRecord], bool | None]) -> int | None:
     """Returns the step since which `holds` is true, without an interruption of `FORGIVEN_STEPS` steps. `holds` returns
-    None for a step that has no such number, which does not count. None if no step holds.
+    None for a step that has no such number, which does not count. Returns None if no step holds, or if the last
+    `FORGIVEN_STEPS` steps that count do not.
 
     The steps before the first one of `steps` are not known, so the answer may be that step.
     """

@@ -1,7 +1,7 @@
 """Chooses the headline of a run: one sentence with its most urgent problem and what to do about it.
 
-All views show the same headline. It is the first health note (`asyncrl.views.health`). Without a note, the headline
-says which side waits for the other (`bottleneck`).
+All views choose the headline in the same way. It is the first health note (`asyncrl.views.health`). Without a note, the
+headline says which side waits for the other (`bottleneck`) in the steps that the view covers.
 
 When one side waits, the other side limits the run. When both sides wait, the limit is between them: the staleness
 limit, the buffer's capacity, or the publication of weights. To change a setting of these is therefore recommended only
@@ -18,7 +18,7 @@ from asyncrl.views.health_finds import percent
 from asyncrl.views.run_view import RunView
 
 NOTABLE_SHARE = 0.2
-"""A side that waits for less than this share of its time does not count as waiting."""
+"""A side that waits, is blocked or is idle for less than this share of its time does not count as such."""
 NEGLIGIBLE_SHARE = 0.05
 """A smaller share of a side's time is not worth a change of settings."""
 

@@ -1,12 +1,13 @@
 """The health notes of a run: what is wrong with its training, since when, why, and where to look.
 
-`RULES` has a rule for each subject (`Concern`), the most urgent first. A rule has a function that finds the fault in
-the records, its limits with a reason each, the likely causes in their order, a command that shows more, and the faults
-that explain it. `notes_of` applies all rules. A fault that another one explains gets no note of its own: the note of
-the explaining fault lists it.
+`RULES` has a rule for each subject (`Concern`) but the bottleneck, the most urgent first. A rule has a function that
+finds the fault in the records, its limits with a reason each, the likely causes in their order, a command that shows
+more, and the faults that explain it. `notes_of` applies all rules. A fault that another one explains gets no note of
+its own: the note of the explaining fault lists it.
 
-All views, the summary and the metrics show the notes of `notes_of`, and the headline of a run is its first note. The
-notes depend on the records only, so a running process and a reader of its directory find the same.
+All views, the summary and the metrics show the notes of `notes_of`, and the headline of a run is its first note, if it
+has one. The notes depend on the records, the setting and the counted failures of the run only, so a running process and
+a reader of its directory find the same. Only the live view counts failed groups of the last steps alone.
 """
 
 import shlex
@@ -34,8 +35,8 @@ class Cause:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """How a note is found, and what it says. `shows` says in words when the note appears. `look` is a command, in which
-    `{run}` and `{step}` stand for the run and the first step of the note. `follows_from` names faults that
-    explain this one."""
+    `{run}` and `{step}` stand for the run and the first step of the note (for a note without a step, the run's last
+    step). `follows_from` names faults that explain this one."""
 
     concern: Concern
     shows: str
@@ -77,8 +78,8 @@ def _cut_later(seen: Evidence) -> bool:
 
 
 def _reward_fails(seen: Evidence) -> bool:
-    """Whether all known failures are of the reward. Samples of trained groups fail only by their reward. Failed groups
-    have recorded reasons, unless these are not known."""
+    """Whether all known failures are of the reward. If few groups failed, the failures are of samples of trained
+    groups, which fail only by their reward. If many failed and their reasons are not known, returns False."""
     if find.failed_share(seen.groups) <= find.MANY_FAILURES.value:
         return True
     return bool(seen.failures) and all(reason.startswith("reward_") for reason in seen.failures)

@@ -238,7 +238,7 @@ def cut(seen: Evidence) -> Finding | None:
 
 
 def cut_at_first(seen: Evidence) -> bool:
-    """Whether the answers were cut in the first step already."""
+    """Whether answers were cut in the first step already, by the same limit as in `cut`."""
     return bool(seen.steps) and bool(_Above("truncated_ratio", MOSTLY_CUT)(seen.steps[0]))
 
 
@@ -304,8 +304,9 @@ def one_turn(seen: Evidence) -> Finding | None:
 
 
 def components(seen: Evidence) -> Finding | None:
-    """Finds a component of the reward that falls while another one rises, in the last block of steps. With three blocks
-    or more, both must also hold without the last block, because one block may be chance."""
+    """Finds a component of the reward that fell from its best block of steps to the last one, while another one rose.
+    With three blocks or more, there must also be such components without the last block, because one block may be
+    chance."""
     found = _components_of(seen, seen.trend)
     short = len(seen.trend) < 3 * BLOCK_STEPS
     return found if short or _components_of(seen, seen.trend[:-BLOCK_STEPS]) is not None else None
@@ -474,9 +475,9 @@ def heldout(seen: Evidence) -> Finding | None:
 
 
 def _falls_since(evals: Sequence[EvalRecord]) -> EvalRecord | None:
-    """Returns the best evaluation before the last two, if the rewards fall after it: each of the last two is below the
-    one before, and the last one is below the best one by `WORSE`. Or both are below the best one by `CLEAR`, because a
-    reward that is near 0 falls no further. Returns None otherwise."""
+    """Returns the best evaluation before the last two, if the rewards fall after it: the last but one is below the best
+    one, and the last one is below both, and below the best one by `WORSE`. Or the last two are below the best one by
+    `CLEAR`, because a reward that is near 0 falls no further. Returns None otherwise, and without standard errors."""
     if len(evals) < 3:
         return None
     best = max(evals[:-2], key=lambda record: record.reward_mean or -math.inf)

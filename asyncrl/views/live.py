@@ -175,7 +175,8 @@ def _data(run: RunView, *, limit: int) -> Text:
 
 
 def _samples(run: RunView) -> str:
-    """Returns the lengths of completions and the share of groups without a gradient, as text.
+    """Returns the mean length of completions, the share of truncated ones, and the share of groups with equal rewards,
+    as text.
 
     >>> _samples(RunView(completion_tokens_mean=41.5, truncated_ratio=0.25, zero_variance_ratio=0.5))
     'mean length 41.5 tokens, 25 % truncated; all rewards equal in 50 % of groups'
@@ -220,7 +221,8 @@ class LiveDisplay:
     """Shows views on a console.
 
     On a terminal it shows a live panel; text that is written to a terminal's stderr appears above the panel. Elsewhere
-    it prints a line for each phase, one every `every_steps` steps, and one for each new kind of warning.
+    it prints a line for each phase, one every `every_steps` steps, one for the first and the last step and for the step
+    before a new phase, and one for each new kind of warning.
 
     >>> with LiveDisplay(Console(), every_steps=10) as display:
     ...     display.update(LiveView(config=Config(), phase="starting", elapsed_s=0))

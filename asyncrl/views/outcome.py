@@ -16,7 +16,7 @@ from asyncrl.views.short_values import LONGEST_NAME
 
 def totals_lines(summary: Summary, *, total_steps: int) -> Iterator[str]:
     """Yields lines about the end of a run: why it stopped early, the held-out rewards, the steps, staleness and dropped
-    groups, what the witness found, restarts, and tokens of attempts that ended."""
+    groups, the effective training time, what the witness found, restarts, and tokens of attempts that ended."""
     if summary.stop_reason is not None:
         yield f"{summary.stop_reason[:1].upper()}{summary.stop_reason[1:]}."
     elif summary.steps < total_steps:

@@ -177,8 +177,9 @@ def last_steps(bins: Sequence[Steps]) -> list[float]:
 
 
 def evaluations(evals: Sequence[EvalRecord]) -> tuple[list[str], list[list[str]]] | None:
-    """Returns the head and the rows of the table of held-out evaluations; None if there is none. A row has the set, the
-    number of steps that trained the weights, the number of prompts, and a column for each number of an evaluation."""
+    """Returns the head and the rows of the table of held-out evaluations (`EVALUATIONS_SHOWN` of a set); None if there
+    is none. A row has the set, the number of steps that trained the weights, the number of prompts, and a column for
+    each number of an evaluation."""
     if not evals:
         return None
     of_sets = {

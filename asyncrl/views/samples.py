@@ -167,7 +167,7 @@ def task_lines(sample: SampleRecord) -> Iterator[Text]:
 
 def shown_sample(sample: SampleRecord, *, by: ColorBy) -> Iterator[Text]:
     """Yields the lines that show a sample, its tokens coloured by the property `by`. Raises RunError if the sample was
-    recorded without this property."""
+    recorded without this property. A sample that was recorded without its tokens is shown without colours."""
     yield Text(", ".join([f"step {sample.step}", f"group {sample.group}", *facts(sample)]), style="bold")
     yield Text.assemble(("prompt      ", "dim"), _plain(sample.rendered_prompt))
     tokens, place = _tokens(sample, by), 0

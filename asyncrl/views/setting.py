@@ -1,7 +1,7 @@
 """The facts about a run that do not change, from its configuration, its data and its machine.
 
-The live view makes them in the learner's process (`setting_of`), the other views from the run's directory
-(`setting_at`).
+The live view in the learner's process makes them from its configuration (`setting_of`), all other views from the run's
+directory (`setting_at`).
 """
 
 import os
@@ -31,7 +31,7 @@ class Setting:
     - `run` is its directory, as a command names it.
     - `total_steps` is `learner.total_steps`, `learning_rate` is `learner.optimizer.learning_rate`.
     - `equal_rewards_teach` is whether the algorithm has a gradient when all rewards of a group are equal.
-    - `room` is whether a core is free for another process; None if it is not known.
+    - `room` is whether a core is free for another process; None if it is not known, or if the run uses GPUs.
     - `hidden_tags` are tags that the text for the reward never has, because the tokenizer removes them.
     - `chat_off` is whether prompts are not put into the model's chat template (`data.chat=off`).
     - `tools` is whether all episodes may call tools that asyncrl runs, `several_turns` whether they are made for

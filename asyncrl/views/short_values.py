@@ -1,8 +1,8 @@
 """Short texts for the values of settings, for the labels of compared groups and for the names of the runs of a sweep.
 
-A value with a short text is shown in full. A longer one is shown as its kind and a hash: `axes-1a2b3c`. Equal values
-have equal hashes, in each session and on each machine, so the name of a run and the label of its group have the same
-hash.
+A value with a short text is shown in full. A longer one is shown as its name, its kind or its first characters, and a
+hash: `axes-1a2b3c`. Equal values have equal hashes, in each session and on each machine, so the name of a run and the
+label of its group have the same hash.
 """
 
 import hashlib
@@ -48,8 +48,8 @@ def short_text(key: str, value: object) -> str:
 def run_name(values: Mapping[str, object], *, seed: int | None) -> str:
     """Returns a valid `run.name` for a run with these values, by dotted key, and with this seed if it is not None.
 
-    A value that is long, or has other characters than `run.name` may have, gets a hash. A name that is still too long
-    is cut, and ends with a hash of all values and with the seed.
+    A value that is long, is a list or a mapping, or has other characters than `run.name` may have, gets a hash. A name
+    that is still too long is cut, and ends with a hash of all values and with the seed.
 
     >>> run_name({"algorithm.loss": "grpo", "staleness.max_versions": 4}, seed=1)
     'loss-grpo_max_versions-4_seed-1'

@@ -138,7 +138,8 @@ def _heldout(run: RunView) -> Iterator[str]:
 
 
 def _failures(status: RunStatus) -> Iterator[str]:
-    """Yields lines with the failures by reason, and with the first failure of each reason."""
+    """Yields a line with the numbers of failures by reason, and one with the first failure of each `FailureCount` (of
+    one class, one reason, and one tool or type of error)."""
     if status.failures:
         share = failed_share({fate.value: amount.groups for fate, amount in status.account.fates.items()})
         yield f"failures: {in_words(status.failures)}; {share:.0%} of the groups that ended failed"

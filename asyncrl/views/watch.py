@@ -38,8 +38,8 @@ def watch(
     `absence` then returns the phase that is shown, unless the run has trained its last step or has reported that it
     ends: the phase is then `ENDING`.
 
-    Raises RunError if the directory cannot be read, or if the buffer is that of another run. Raises RunEnded if another
-    run has taken the directory.
+    Raises RunError if the directory cannot be read, or if the buffer is that of another run, and ConfigError if the
+    run's configuration is not accepted. Raises RunEnded if another run has taken the directory.
     """
     info, config, setting = read_info(run_dir), read_config(run_dir), setting_at(run_dir)
     started_s = datetime.fromisoformat(info.started).timestamp()
