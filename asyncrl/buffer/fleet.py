@@ -34,7 +34,8 @@ from asyncrl.buffer.records import Failure, Refusal
 from asyncrl.errors import ActorGone, EngineDied, EngineStuck, Quarantined, WeightError
 
 BACK_OFF_S = 0.5
-"""Time without tickets after the second INFRA failure in a row, seconds. It doubles with each further failure."""
+"""Time without tickets after the second INFRA failure in a row, seconds. It doubles with each further failure, up to
+`LONGEST_BACK_OFF_S`."""
 LONGEST_BACK_OFF_S = 30.0
 NOT_ITS_OWN = frozenset({"row_store", "prefix", "parity", "aborted"})
 """Reasons of INFRA failures that are not counted against the replica: the data plane has failed, or a weight update has
@@ -44,11 +45,11 @@ FORGET_TIMEOUTS = 4
 deployment may have ended too."""
 FORGET_S = 3600.0
 """Time without a heartbeat after which the record of any other quarantined or restarting replica is deleted, seconds.
-It is at least two timeouts."""
+Two heartbeat timeouts count instead if they are longer."""
 NO_HEARTBEAT = -1
 NO_STEP = -1
 GONE = 10_000
-"""Number of names that are remembered: of actors that were ever quarantined, and of replicas that were given up."""
+"""Largest number of remembered names of actors that were ever quarantined, and also of replicas that were given up."""
 
 
 class ReplicaState(StrEnum):
@@ -227,8 +228,8 @@ class Fleet:
         return life
 
     def failed(self, actor: str, failure: Failure) -> bool:
-        """Counts an INFRA failure of a rollout on an actor. From the second one in a row on, the actor gets no tickets
-        for a while. Returns True if it is quarantined for this failure."""
+        """Counts an INFRA failure of a rollout on an actor, unless its reason is one of `NOT_ITS_OWN`. From the second
+        one in a row on, the actor gets no tickets for a while. Returns True if it is quarantined for this failure."""
         life = self.life_of(actor)
         if life is None or not life.may_be_used or failure.reason in NOT_ITS_OWN:
             return False
@@ -314,7 +315,8 @@ class Fleet:
         return bool(ended)
 
     def has_other_than(self, actors: Collection[str]) -> bool:
-        """Returns whether there is a healthy replica to which none of `actors` belongs."""
+        """Returns whether there is a healthy replica to which none of `actors` belongs, and which may get tickets now:
+        INFRA failures do not keep it from them."""
         tried = {replica_of(actor) for actor in actors}
         return any(
             life.state is ReplicaState.HEALTHY and not self._backs_off(life.actor)

@@ -35,8 +35,9 @@ SEEDS_A_RUN = 2**32
 """Number of sample seeds that each `run.seed` has. A `run.seed` is below 2**31, so all sample seeds are below 2**63,
 the limit of vLLM."""
 LAST_ATTEMPTS = 10_000
-"""Number of ended groups whose last attempt is remembered, to name the reason why a late commit is refused. Groups that
-were trained at their first attempt need no memory. A late commit of a forgotten group is answered UNKNOWN."""
+"""Number of ended groups whose last attempt is remembered. It tells why a late commit is refused, and which stored rows
+may be cleared. Groups that were committed at their first attempt need no memory. A late commit of a forgotten group is
+answered UNKNOWN."""
 
 _KEY = re.compile(r"(\d+)\.(\d+)")
 
@@ -74,8 +75,9 @@ class Slot:
     when a heartbeat of its actor has named it. It then lives as long as its actor sends heartbeats. A ticket that
     is not confirmed ends some time after `last_seen_s`, because the reply with it may be lost. `sampled_tokens` is the
     number of tokens that the actor reported last, and `newest_step` is the step of the newest weights that it
-    reported. `deadline` is the ticket's, unless `staleness.on_deadline: mask` has extended it. `prefix` is the partial
-    generation of a reserved group that the data plane has, from this attempt or from an earlier one.
+    reported. `booked_bytes` is the size of the rows: of the largest possible group until the commit, then the real one.
+    `deadline` is the ticket's, unless `staleness.on_deadline: mask` has extended it. `prefix` is the partial generation
+    of a reserved group that the data plane has, from this attempt or from an earlier one.
     """
 
     ticket: Ticket
@@ -261,8 +263,8 @@ class KeptRows:
             self._unneeded.append(slot.ticket.key)
 
     def filter(self, slot: Slot, meta: GroupMeta) -> None:
-        """Counts the tokens of the ticket's prefix that a filtered attempt continued, and marks the stored tokens of
-        the group as unneeded."""
+        """Counts the tokens of the ticket's prefix that a filtered attempt continued, and those that it dropped. Marks
+        the stored tokens of the group as unneeded."""
         self._count_continued(slot, meta)
         self.clear(slot)
 
@@ -332,7 +334,8 @@ class Groups:
     - `ready`: the slots of committed groups, by group. `ready_by_deadline` is their number for each deadline.
     - `leased`: the slots that the learner trains.
     - `last_of_ended`: the last attempt at each ended group, and whether it was committed. The common case (attempt 0,
-      committed) is left out, so that memory does not grow with every group.
+      committed) is left out, and of the others only the newest `LAST_ATTEMPTS` are kept, so that memory does not grow
+      with every group.
     - `newest_forgotten`: the largest group that is not in `last_of_ended` any longer, -1 if there is none.
     - `unleased_by_deadline`: the number of reserved and ready groups by deadline. `-=` forgets the deadlines that no
       group has, so it does not grow with every step of the run.
@@ -681,8 +684,9 @@ class Groups:
         self.wait(self.next_attempt(slot.ticket, issued=True, failed=True, prefix=slot.prefix))
 
     def _count_thrown_away(self, tokens: int) -> None:
-        """Counts tokens of an attempt that ends without a commit. Stored tokens are counted when they are dropped.
-        `tokens` is negative if an actor has stored more tokens than it had reported; then nothing is counted."""
+        """Counts tokens of an attempt that ends without a commit. `tokens` leaves out stored tokens that a next attempt
+        may continue: they are counted when they are dropped. It is negative if an actor has stored more tokens than it
+        had reported; then nothing is counted."""
         self.ledger.count(Event.TOKENS_THROWN_AWAY, max(0, tokens))
 
     def _leave_reserved(self, slot: Slot) -> None:

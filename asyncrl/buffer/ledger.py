@@ -55,7 +55,8 @@ class Event(StrEnum):
     earlier one. PREFIX_DROPPED: stored tokens of an attempt were not continued by a later one. TOKENS_CONTINUED and
     TOKENS_DROPPED count the tokens of these prefixes. TOKENS_THROWN_AWAY counts sampled tokens that are lost because
     their attempt ended without a commit, and that are not stored for the next attempt. Such an attempt is a straggler
-    that begins again, a failed rollout, or a rollout on a lost replica. Its replica has reported the number.
+    that begins again, a failed rollout, a rollout on a lost replica, or one with tokens of weights that the learner has
+    lost. Its replica has reported the number.
     """
 
     ATTEMPT = "attempt"
@@ -85,7 +86,7 @@ class Event(StrEnum):
 
 
 TOKEN_EVENTS = frozenset({Event.TOKENS_CONTINUED, Event.TOKENS_DROPPED, Event.TOKENS_THROWN_AWAY})
-"""Events that count tokens. All others count groups, tickets or calls."""
+"""Events that count tokens. All others count groups, tickets, prefixes, replicas or calls."""
 
 
 class Amount(msgspec.Struct, frozen=True):
@@ -109,7 +110,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def closed(self) -> bool:
-        """Whether every issued group, sample and token has a fate."""
+        """Whether the groups, samples and tokens of all fates add up to the issued ones."""
         return sum(self.fates.values(), start=Amount()) == self.issued
 
 
@@ -181,7 +182,7 @@ class Ledger:
         self._issued += Amount(1, samples, 0)
 
     def generated(self, tokens: int) -> None:
-        """Counts the generated tokens of an issued group that was committed, or dropped before its commit."""
+        """Counts the generated tokens of an issued group that was committed, filtered, or dropped before its commit."""
         self._issued += Amount(0, 0, tokens)
 
     def settle(self, ended: EndedGroup) -> None:
@@ -255,8 +256,9 @@ class FailureLog:
     def count(
         self, failure: Failure, *, rollouts: int = 0, groups: int = 0, samples: int = 0, tool_calls: int = 0
     ) -> None:
-        """Counts failures that do not change the streak: rollouts of a held-out evaluation, which belong to no group,
-        and completions whose reward failed, and failed calls of tools, in groups that were committed."""
+        """Counts failures without changing the streak: rollouts of a held-out evaluation, which belong to no group,
+        and completions whose reward failed, and failed calls of tools, in groups that were committed. `failed` also
+        counts its rollout with it."""
         if failure.label not in self._counts and len(self._counts) >= MAX_KINDS:
             failure = msgspec.structs.replace(failure, tool="", error="")
         known = self._counts.get(failure.label, FailureCount(first=failure))

@@ -24,9 +24,10 @@ class Refusal(StrEnum):
     STALENESS: more groups at the replica's version could be too old when they are trained (rule (1) of `staleness.py`).
     CAPACITY: the buffer is full. NO_PROMPTS: the prompts have run out. NO_STEPS: the groups in flight already fill
     every step up to `total_steps`. PAUSED: admission is paused. TOO_MANY_FAILURES: the run is about to end, because
-    `generator.max_data_failures` groups failed in a row. OLD_INCARNATION: the learner's weights are not made from the
-    replica's version (`asyncrl.common.version`). UNHEALTHY: the replica gets no tickets for a while, because rollouts
-    on it failed in a row, or because it sends no heartbeats. QUARANTINED: it gets no tickets any more, and must end.
+    `generator.max_data_failures` groups failed as DATA without a committed group in between. OLD_INCARNATION: the
+    learner's weights are not made from the replica's version (`asyncrl.common.version`). UNHEALTHY: the replica gets no
+    tickets for a while, because rollouts on it failed as INFRA in a row, or because it sends no heartbeats.
+    QUARANTINED: it gets no tickets any more, and must end.
     """
 
     STALENESS = "staleness"
@@ -68,8 +69,9 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """An attempt at a group: the fields that a ticket shares with a prompt that waits for a ticket.
 
     `seed` is a multiple of the group size, because vLLM gives sample i the seed + i. `prefix` is the partial generation
-    of an earlier attempt with which this one begins. `failed_on` has the actor of each earlier attempt that failed or
-    expired. An attempt that ended with a restart of the run is not among them.
+    of an earlier attempt with which this one begins. `failed_on` has the actor of each earlier attempt that failed,
+    expired, or began again as a straggler. An attempt that ended for another reason, such as a restart of the run, is
+    not among them.
     """
 
     group: int
@@ -171,9 +173,11 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Metadata of a finished group for the control plane. It has no tokens and no tensors.
 
-    `replica` is the name of the actor that generated the group, as in its ticket.
+    `replica` is the name of the actor that generated the group, as in its ticket, and `incarnation` that of the
+    ticket's version.
 
-    `oldest` and `newest` are the steps of the oldest and newest version that generated a token of the group. Tuples
+    `oldest` and `newest` are the steps of the oldest and newest version that generated a token of the group, and
+    `mid_sequence_updates` is the number of changes of the version within a sample, summed over the samples. Tuples
     have one entry for each sample; a reward is None if it failed and its sample is left out. `version_spans` has runs
     of completion tokens with equal versions, in order. `row_bytes` is the size of the group's rows in the data plane,
     bytes. A row has `prompt_tokens`, which all samples share, `completion_tokens`, which were sampled, and
@@ -354,7 +358,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     `waiting` counts the prompts that wait for their next attempt, ahead of all new prompts, and hold no slot.
     `oldest_group_age_s` is the time since the reserve of the group that has held a slot for longest, or since the
     restore of the snapshot in which it was ready. `lease_wait` is the answer to the last lease call; None if that call
-    got a lease.
+    got a lease, or before the first one.
     """
 
     reserved: int
@@ -376,7 +380,8 @@ TOOL_FAILED = "tool_failed"
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """The failure of one rollout. Texts have at most `MAX_FAILURE_CHARS` characters.
+    """The failure of a rollout, of the reward of one completion, or of a call of a tool. Texts have at most
+    `MAX_FAILURE_CHARS` characters.
 
     `prompt` is empty if the failure does not belong to one prompt. `completion` is empty if it does not belong to one
     completion. `tool` is the name of the tool whose call failed. `error` is the type of the error that a tool or a
@@ -448,8 +453,8 @@ class FailedTicket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureCount(msgspec.Struct, frozen=True, kw_only=True):
-    """Failures of one class and reason, and of one tool or one type of error if the failures have it. `first` is the
-    first of them.
+    """Failures of the same class, reason, tool and type of error (the last two are empty if the failures have none).
+    `first` is the first of them.
 
     `rollouts` is the number of failed rollouts, with those of held-out evaluations. `groups` is the number of groups
     that ended with such a failure. The two differ because a group is tried again after an INFRA failure, and because

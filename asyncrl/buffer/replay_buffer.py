@@ -11,7 +11,8 @@ These statements are true after every call:
   admitted group can be trained by its deadline.
 - A lease holds its slots until it ends, and it never ends by time.
 - The ledger's account is closed: every issued group has exactly one fate.
-- Calls are idempotent by id. A repeated, late or unknown call is counted and changes nothing.
+- Calls that name a ticket or a leased step are idempotent. A repeated, late or unknown one is counted and changes
+  nothing.
 
 `ReplayBuffer` decides, and `Groups` (`groups.py`) moves the groups and counts what changes with them.
 
@@ -75,9 +76,9 @@ class ReplayBuffer:
     - `step`: the number of acked steps, and `lineage`: the incarnations of the learner so far.
     - `groups`: where each group is. A restore replaces it.
     - `fleet`: the lives of the replicas.
-    - `failures`: the failed rollouts so far.
+    - `failures`: the failures of rollouts, rewards and tools so far.
     - `ledger`: counts fates and events. The owner counts the events that it finds itself, such as a lost replica.
-    - `lease_wait`: the answer to the last lease call; None if that call got a lease.
+    - `lease_wait`: the answer to the last lease call; None if that call got a lease, or before the first one.
 
     The owner changes these:
 
@@ -294,7 +295,8 @@ class ReplayBuffer:
         After an INFRA failure the prompt goes ahead of all new prompts, until it has had `max_attempts` attempts, and
         the replica may have to pause (`fleet.py`). A DATA failure, or the last attempt, ends the group, and another
         prompt may take its slot. The failure is kept with the prompt of the ticket. After `max_data_failures` DATA
-        failures in a row, no more tickets and leases are issued: see `Refusal.TOO_MANY_FAILURES`.
+        failures without a committed group in between, no more tickets and leases are issued: see
+        `Refusal.TOO_MANY_FAILURES`.
         """
         slot = self.groups.reserved.get(key)
         if slot is None or incarnation != slot.ticket.version.incarnation:
@@ -429,7 +431,8 @@ class ReplayBuffer:
         """Ends the lease of a step that was trained. The learner's version increases by one.
 
         Returns the keys of the groups whose rows may be cleared. The other groups are retained until `release`, for a
-        learner that goes back to a checkpoint. A repeated call returns the same keys.
+        learner that goes back to a checkpoint. A repeated call returns the same keys. A call for a step that is not
+        leased changes nothing and returns no keys.
         """
         return self._end_lease(incarnation, step, fate=Fate.TRAINED)
 

@@ -71,10 +71,11 @@ def restore(
     `earlier` are the groups of a buffer that went on after the snapshot; there are none if that buffer is gone.
     `lineage` is that of the learner that continues, and `loaded` has the last version that each actor reported.
 
-    A group that was ready at the snapshot is ready again. Any other group without a token of a dead version (`living`)
-    stays as it is. The prompts of all other groups wait ahead of all new prompts. So does the prompt of a group without
-    room in the buffer, or in the steps before its deadline: the limits may be smaller than those of the snapshot. No
-    attempt that was issued after the snapshot is issued again, because its actor may still commit it.
+    A group that was ready at the snapshot is ready again, unless its rows were lost since. Any other group without a
+    token of a dead version (`living`) stays, as a reserved group or, if it was committed, as a ready one. The prompts
+    of all other groups wait ahead of all new prompts. So does the prompt of a group without room in the buffer, or in
+    the steps up to its deadline: the limits may be smaller than those of the snapshot. No attempt that was issued after
+    the snapshot is issued again, because its actor may still commit it.
 
     The stored tokens of a prompt are kept up to the first token of a dead version: one from which the weights of
     `lineage` are not made.

@@ -166,8 +166,8 @@ def prefix_fits(*, step: int, leased: bool, groups_per_step: int, deadline: int,
 
 
 class Violation(NamedTuple):
-    """The smallest deadline at which rule (2) fails, and the number of groups due by it that do not fit into the steps
-    before it."""
+    """The smallest deadline at which rule (2) fails, and the number of groups due by it that do not fit into the
+    remaining steps up to it."""
 
     deadline: int
     excess: int

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from asyncrl.config.schema import AutoscaleSection
 
 LACKING = 0.3
-"""The pool grows if more replicas than this are lacking. Below it, the learner of a pool of one waits for less than a
-quarter of the time, and that of a pool of ten for less than 3 %."""
+"""The pool grows if more replicas than this are lacking, and shrinks only if no more are. Below it, the learner of a
+pool of one waits for less than a quarter of the time, and that of a pool of ten for less than 3 %."""
 SPARE = 1.3
 """The pool shrinks if at least so many replicas are to spare, so that some room is left after the removal."""
 KNOWN_WINDOWS = 60
@@ -54,7 +54,7 @@ class Load:
     takes `groups_per_step` groups, and `groups` were made: they are trained, leased or ready.
 
     `learner_waits_s`: the learner waited for groups, and no generator waited for a ticket. `both_wait_s`: both waited.
-    `replica_s` is the time of all replicas since their starts, and `blocked_s` the part of it in which the staleness
+    `replica_s` is the time of all replicas, without their starts, and `blocked_s` the part of it in which the staleness
     limit or a full buffer kept their slots empty, averaged over the slots of a replica.
     """
 

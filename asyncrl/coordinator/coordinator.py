@@ -13,9 +13,10 @@ Each call of the learner carries the incarnation that the learner got when it at
 over, the calls of the earlier one raise Fenced and change nothing. So a learner that was only slow ends at its next
 call, and no step of it is counted.
 
-A call whose answer was lost is repeated, and the repeated call changes nothing. The answers to `ack`, `skip` and
-`release` are kept until the next such call, because only these answers name the rows that may be cleared, and only the
-answer to `ack` has the ledger's entry of the step. Reports of failures have unique names, and each counts once.
+A call whose answer was lost is repeated, and the repeated call changes nothing, except that a repeated `reserve` gets
+other tickets. The answers to `ack`, `skip` and `release` are kept until the next such call, because only these answers
+name the rows that may be cleared, and only the answer to `ack` has the ledger's entry of the step. Reports of failures
+have unique names, and each counts once.
 """
 
 import asyncio
@@ -71,7 +72,7 @@ logger = logging.getLogger(__name__)
 # did not clear before it died. A failure is logged, and the next search finds the same keys again.
 
 SWEEP_EVERY_S = 60.0
-"""Time between two searches for rows that belong to no group, seconds."""
+"""Time between two searches for rows and partial generations that no group needs, seconds."""
 
 
 class Clearing:
@@ -371,7 +372,7 @@ class Coordinator:
     async def reserve(self, actor: str, version: Version, count: int, *, wait_s: float) -> Reservation:
         """Waits up to `wait_s` seconds until at least one ticket can be issued.
 
-        Returns the tickets, or the reason why there are none.
+        Returns the tickets, or the reason why there are none; at once if the actor must end (`Refusal.QUARANTINED`).
         """
 
         def newest() -> Version:
@@ -421,8 +422,8 @@ class Coordinator:
     # --- learner ------------------------------------------------------------------------------------------------
 
     async def lease(self, incarnation: int, *, wait_s: float) -> Lease | LeaseWait:
-        """Waits up to `wait_s` seconds for the groups of one step. Returns the lease, or the reason why there is
-        none.
+        """Waits up to `wait_s` seconds for the groups of one step. Returns the lease, or the reason why there is none;
+        at once if there will be none any more.
 
         To start the lease, the buffer may end the tickets of stragglers (`staleness.on_deadline`). Generators that wait
         for a ticket then generate these groups again, or other groups instead.
@@ -479,7 +480,8 @@ class Coordinator:
         return self._snapshot()
 
     async def skip(self, incarnation: int, step: int) -> tuple[str, ...]:
-        """Ends a lease whose step changed no weights. Returns the keys of its groups whose rows may be cleared."""
+        """Ends a lease whose step did not change the policy's weights. Returns the keys of its groups whose rows may be
+        cleared."""
         self._check_learner(incarnation)
         keys = self.buffer.skip(incarnation, step)
         self._waiting.tickets.wake()
@@ -721,7 +723,8 @@ class Coordinator:
                     logger.exception("the buffer failed to expire tickets; it tries again")
 
     def _tick(self) -> None:
-        """Expires tickets and actors, unless the last call is longer ago than two periods.
+        """Expires tickets and actors, clears what no group needs, and lets the autoscaler decide, unless the last call
+        is longer ago than two periods.
 
         This process has then stalled, and the heartbeats that arrived meanwhile are only answered after this call. The
         next call expires tickets and actors in any case, because a process that is always late must not keep dead
@@ -739,8 +742,8 @@ class Coordinator:
         self._autoscale(now_s)
 
     def _expire(self) -> None:
-        """Removes actors that sent no heartbeat for the timeout, and ends tickets that no heartbeat renewed in this
-        time."""
+        """Quarantines actors that sent no heartbeat for the timeout. Removes all quarantined actors, and ends their
+        tickets and those that no heartbeat renewed in this time."""
         keys = self.buffer.expire()
         self._clearing.rows(keys)
         gone = self._replicas.forget_unless(self.buffer.fleet.may_be_used)

@@ -26,8 +26,8 @@ OVER = (RunState.FINISHED, RunState.STOPPED, RunState.PREEMPTED, RunState.FAILED
 """States of a run that trains no more steps. No other deployment enters it, except for a learner that continues a
 preempted run: its generators may wait for it (`generator.wait_for_learner_s`)."""
 GONE_TIMEOUTS = 4
-"""Number of timeouts after which a silent deployment counts as dead when the last other one leaves. After one timeout
-it may only be busy: a process whose event loop or machine stalls sends no heartbeats."""
+"""Number of timeouts after which a silent deployment counts as dead when the last other one leaves a run that is not
+over. After one timeout it may only be busy: a process whose event loop or machine stalls sends no heartbeats."""
 GONE_MEMBERS = 1000
 """Number of silent deployments that are remembered, because they may send heartbeats again."""
 KEPT_CHANGES = 1000
@@ -267,7 +267,8 @@ class Registry:
         return [member for member, last_seen_s in self._members.values() if now_s - last_seen_s <= seconds]
 
     def wanted(self) -> dict[str, int]:
-        """Returns the number of replicas that each generator deployment should have, by its id."""
+        """Returns the number of replicas that each generator deployment that sends heartbeats should have, by its
+        id."""
         generators = [each for each in self.live() if each.role is Role.GENERATOR]
         return {each.id: self._scaled.get(each.id, each.replicas) for each in generators}
 
@@ -328,7 +329,7 @@ class Registry:
             )
 
     def set_state(self, state: RunState, message: str = "") -> None:
-        """Sets the state of the run. The learner calls it. A new state is progress."""
+        """Sets the state of the run. The learner and `asyncrl down` call it. A new state is progress."""
         self.state, self.message = state, message
         self.progressed()
 
@@ -369,7 +370,8 @@ class Registry:
         self._changed_endpoints.append(process)
 
     def endpoints_since(self, serial: int) -> EndpointChanges:
-        """Returns the endpoints that have changed since the answer with this serial number; all endpoints for 0.
+        """Returns the endpoints that have changed since the answer with this serial number; all endpoints for 0, or if
+        more than `KEPT_CHANGES` have changed.
 
         A process that polls the endpoints passes the serial number of its last answer.
         """
@@ -413,9 +415,10 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     `metrics_address` is the `host:port` of its metrics endpoint, `node` the host name of its node, and `log` the path
     of its log there. `state_seconds` are seconds by state, averaged over the concurrency slots. `running_groups` is the
     number of rollouts that run now, `slots` their maximum. `prompt_tokens` count each sample of a group, and
-    `cached_prompt_tokens` of them came from the engine's prefix cache. `device_time` are the device-seconds since the
-    start, one entry for each kind of device. `replicas` is 1; in a sum of reports, it is the number of replicas that
-    are added up.
+    `cached_prompt_tokens` of them came from the engine's prefix cache. `parity_max_nats` is the largest difference
+    between the learner's and the engine's log-probs when the replica verified new weights. `device_time` are the
+    device-seconds since the start, one entry for each kind of device. `replicas` is 1; in a sum of reports, it is the
+    number of replicas that are added up.
     """
 
     actor: str
@@ -441,7 +444,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.node}:{self.log}" if self.log else ""
 
     def plus(self, other: "ReplicaReport", *, sign: int = 1) -> "ReplicaReport":
-        """Returns this report with the totals of `other` added to its own; with `sign` -1, subtracted from them."""
+        """Returns this report with the totals of `other` added to its own; with `sign` -1, subtracted from them.
+        `parity_max_nats` is the larger one in both cases."""
         more, less = (other.device_time, ()) if sign > 0 else ((), other.device_time)
         return msgspec.structs.replace(
             self,
@@ -474,7 +478,7 @@ NO_REPORT = ReplicaReport(
 
 
 def mean_states(reports: Collection[ReplicaReport]) -> dict[str, float]:
-    """Returns the seconds by state, averaged over all replicas that have reported at least once."""
+    """Returns the seconds by state, averaged over the replicas whose reports are in `reports` or in a sum there."""
     states = {state for report in reports for state in report.state_seconds}
     replicas = sum(report.replicas for report in reports)
     return {state: sum(r.state_seconds.get(state, 0.0) for r in reports) / replicas for state in sorted(states)}
@@ -505,7 +509,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def trouble(self) -> str:
-        """Why the replica gets no tickets now, in words; "" if it may get some."""
+        """Why the replica gets no tickets until it sends a heartbeat or is started again, in words; "" otherwise."""
         if self.state in (ReplicaState.QUARANTINED, ReplicaState.RESTARTING):
             return f"{self.state.value} ({self.cause})"
         return "" if self.live and self.state is not ReplicaState.SUSPECT else "no heartbeats"

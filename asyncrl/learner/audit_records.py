@@ -59,8 +59,8 @@ class Began(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
 
 class TrainedSample(msgspec.Struct, frozen=True, array_like=True):
     """A sample of a step. `tokens` is the number of its completion tokens, and `spans` has their versions in order.
-    `reward` is None if it failed. `trained` is False if a filter masked the sample, if all of its tokens were too old,
-    or if its reward failed. `row` is the xxh3-64 of its tokens, log-probs, versions and mask
+    `reward` is None if it failed. `trained` is False if a filter masked the sample, if it has no token that may be
+    trained, or if its reward failed. `row` is the xxh3-64 of its tokens, log-probs, versions and mask
     (`asyncrl.data.row_checksums`)."""
 
     tokens: int

@@ -54,8 +54,8 @@ def time_until_now(
 
 
 def costs(steps: Sequence[StepRecord], *, lost: Sequence[StepRecord] = ()) -> tuple[PoolCost, ...]:
-    """Returns the cost of each pool of a run with the records `steps`. `lost` are the records of the steps that were
-    trained again (`LOST_STEPS`). Empty if the records have no device-seconds.
+    """Returns the cost of each pool and kind of device of a run with the records `steps`. `lost` are the records of the
+    steps that were trained again (`LOST_STEPS`). Empty if the records have no device-seconds.
 
     The sums of the records only grow. So they give the order in which the records were written, also over restarts,
     and a record's difference to the one before is the time of its step.

@@ -7,7 +7,7 @@ replica has. A run that was asked to end evaluates its last version after its ch
 (`run.shutdown_grace_s`) that its end does not need.
 
 If every rollout of the first evaluation of a new run fails, training would fail in the same way. The run then ends
-with an error that names the cause. A later evaluation that fails is left out: the run has trained weights by then.
+with an error that names the cause. A later evaluation that fails does not end it: the run has trained weights by then.
 
 With one completion of a prompt, the answers must be greedy: no token is less probable than another token at its
 position. The generator counts the tokens that are less probable.
@@ -44,7 +44,8 @@ REPLICA_WAIT_IN_GRACE_S = 0.5
 """Longest wait of one call for a replica in the grace of a run that was asked to end, seconds. It is short, because the
 waiting must end as soon as no replica lives."""
 EVALUATIONS = 5
-"""Largest number of attempts at one evaluation. It is repeated if its replica ends or if its rollouts fail."""
+"""Largest number of attempts at one evaluation that training waits for. It is repeated if its replica ends or if its
+rollouts fail as INFRA. An evaluation beside training has one attempt."""
 REPEAT_PAUSE_S = 2.0
 
 
@@ -61,7 +62,7 @@ class ReplicaClient:
         slots, and scores them.
 
         Returns the version of the replica, and for each task the rewards or the failure of its rollout. Raises
-        ActorGone when the replica's process has ended.
+        ActorGone when the replica's process has ended, and CallTimeout after `timeout_s`, or if it cannot be reached.
         """
         handle = named_actor(actor, namespace=REPLICAS)
         if handle is None:
@@ -175,7 +176,8 @@ class HeldoutEvaluation:
         takes longer than `eval.timeout_s`: training would fail in the same way, and no training is lost yet. Any other
         evaluation that takes longer is left out, and an error is logged. If the replica or its engine ends before it
         answers, another replica at that version runs the evaluation (F2 in docs/faults.md), or the same one after its
-        restart.
+        restart. Raises StallError if the last of `EVALUATIONS` attempts ends in this way too, or if no replica is at
+        that version (`replica_at`).
         """
         # only a new run evaluates step 0; a resumed run has trained weights, and goes on
         may_end_run, self._evaluated = version.step == 0 and not self._evaluated, True
@@ -346,9 +348,9 @@ class HeldoutEvaluation:
     async def _answers(self, name: str, version: Version, *, actor: str) -> tuple[str, Version | None, list[Answer]]:
         """Returns the replica that has answered, the version that it has loaded, and its answers.
 
-        Begins with the replica `actor`. If a replica ends, or if rollouts fail as INFRA, it evaluates again, at most
-        `EVALUATIONS` times in all. Raises StallError if the replica of the last attempt ends too, and TimeoutError if
-        an attempt takes longer than `eval.timeout_s`.
+        Begins with the replica `actor`. If a replica ends or cannot be reached, or if rollouts fail as INFRA, the
+        evaluation is repeated: there are at most `EVALUATIONS` attempts. Raises StallError if the replica of the last
+        one ends too, and TimeoutError if an attempt takes longer than `eval.timeout_s`.
         """
         for left in reversed(range(EVALUATIONS)):
             try:

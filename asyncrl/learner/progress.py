@@ -20,8 +20,9 @@ def check_progress(status: RunStatus, *, waits: LeaseWait, config: Config, deliv
     """Raises an error when the learner must not wait any longer for a lease. `delivery` says what is wrong with the
     delivery of the newest weights, if anything.
 
-    Raises RunError when the buffer gives no more leases, because too many groups failed in a row. Raises StallError (F5
-    in docs/faults.md) when no group was committed and no step was trained for longer than `run.stall_timeout_s`.
+    Raises RunError when the buffer gives no more leases, because too many groups failed (`Refusal.TOO_MANY_FAILURES`).
+    Raises StallError (F5 in docs/faults.md) when no group was committed and no step was trained for longer than
+    `run.stall_timeout_s`.
     """
     streak = status.failure_streak
     if waits is LeaseWait.TOO_MANY_FAILURES and streak is not None:

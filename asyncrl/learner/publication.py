@@ -5,10 +5,10 @@ reach the weight store in order. Each rank has memory for two snapshots: one is 
 newer snapshot replaces the one that waits. So if deliveries are slow, some versions are never delivered, but the steps
 are not delayed and memory does not grow.
 
-A delivery that fails is logged at once and repeated, unless a newer snapshot waits. It ends neither ranks nor training.
-If a replica cannot get the bytes of a delivery that has succeeded, because they are lost or damaged, the next delivery
-sends all weights in full, and no changes to earlier versions (`weights.delta`). If no newer snapshot waits, the same
-version is delivered again.
+A delivery that fails is logged at once and repeated, unless a newer snapshot waits. It ends neither ranks nor training,
+except with an error after which no delivery can succeed (`FINAL`). If a replica cannot get the bytes of a delivery that
+has succeeded, because they are lost or damaged, the next delivery sends all weights in full, and no changes to earlier
+versions (`weights.delta`). If no newer snapshot waits, the same version is delivered again.
 """
 
 import asyncio
@@ -45,7 +45,8 @@ PROBE_TASKS = 4
 """Number of tasks whose prompts and answers are the sequences of the parity probe."""
 
 PAUSE_S = 0.5
-"""Pause before the first repetition of a failed delivery, seconds. It doubles with each further repetition."""
+"""Pause before the first repetition of a failed delivery, seconds. It doubles with each further repetition, up to
+`LONGEST_PAUSE_S`."""
 LONGEST_PAUSE_S = 10.0
 REFUSED_WAIT_S = 20.0
 """Seconds of one wait for a replica that needs another delivery. The wait is repeated."""
@@ -72,8 +73,8 @@ class Publisher:
     """Publishes the current weights of the policy's ranks.
 
     The coordinator gets the published version, and the weight store `weights` gets the manifest. `delivered` is called
-    with each manifest that the weight store has. `entries` describe the tensors, and `probe_tokens` has the sequences
-    of the parity probe.
+    once for each version that the weight store has, with its manifest. `entries` describe the tensors, and
+    `probe_tokens` has the sequences of the parity probe.
     """
 
     config: Config
@@ -162,7 +163,8 @@ class Publisher:
         self._deliveries.result()
 
     async def stop(self) -> None:
-        """Ends a delivery that is being repeated. A call that the ranks are running at the moment is not cancelled."""
+        """Ends the deliveries, and the wait for replicas that need another one. A call that the ranks are running at
+        the moment is not cancelled."""
         await cancelled(*[task for task in (self._deliveries, self._refusals) if task is not None])
 
     # -- deliveries --------------------------------------------------------------------------------------------------
@@ -297,7 +299,7 @@ def probe_sequences(tokenizer: object, tasks: Sequence[Task], *, max_length: int
     """Returns the token ids of the fixed sequences of the parity probe: the first prompts, each with its answer.
 
     A sequence has fewer than `max_length` tokens, because an engine that scores a sequence generates one more token,
-    and refuses a sequence that leaves no room for it.
+    and refuses a sequence that leaves no room for it. Sequences with fewer than two tokens are left out.
     """
     sequences = [encode_prompt(tokenizer, task.prompt + task.answer)[: max_length - 1] for task in tasks[:PROBE_TASKS]]
     return [sequence for sequence in sequences if len(sequence) > 1]

@@ -103,8 +103,8 @@ class StepRecorder:
         self._mid_sequence_updates = self.before.mid_sequence_updates if self.before else 0
 
     def record(self, step: EndedStep) -> StepRecord:
-        """Returns the record of a step that was acked, or that changed no weights because a loss or a gradient was not
-        finite. Shows it in the metrics."""
+        """Returns the record of a step that was acked, or that did not change the policy's weights because a loss or a
+        gradient was not finite. Shows it in the metrics."""
         if not step.report.skipped:
             self._mid_sequence_updates += sum(group.meta.mid_sequence_updates for group in step.lease.groups)
         record = self._record(step)
@@ -196,7 +196,8 @@ class StepRecorder:
 def _groups_failed(status: RunStatus) -> dict[str, int]:
     """Returns the number of groups that failed for good, by the reason of their last attempt.
 
-    The reason `expired` counts groups whose last attempt had no failed rollout: its replica stopped sending heartbeats.
+    The reason `expired` counts groups whose last attempt had no failed rollout, but an expired ticket: for example, its
+    replica stopped sending heartbeats.
     """
     by_reason = groups_by_reason(status.failures)
     expired = status.account.fates[Fate.FAILED].groups - sum(by_reason.values())

@@ -119,7 +119,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     `ray_session` is the folder of the Ray instance that the run's process started, and `ray_since` the time of its
     start; None when the run used a running Ray. In a sweep, the process may have started Ray for an earlier run.
     `shared_memory` lists the files in /dev/shm that the run's engines use. A killed engine leaves them there.
-    `started` is the first start of the run, `resumed` has its restarts in order.
+    `started` is the first start of the run, `resumed` has its restarts in order. `finished` is the time of its end.
+    `exit_reason` says why it ended, or, until it has ended, which request asked it to end.
     `forked_from` is the checkpoint of another run with whose weights this run began; None if it began with the model at
     `model.path`.
     `versions` has the versions of asyncrl, torch, transformers and vLLM at the last start. All deployments of the run
@@ -175,10 +176,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     `learner_state_s` and `generator_state_s` are total seconds by state since the run started. In a resumed run, they
     include the seconds of earlier processes up to the checkpoint; of generators that went on while the learner was
     started again, they include all seconds. The generators' seconds are averaged over the replicas.
-    `generated_samples`, `generated_tokens`, `weight_updates` and `mid_sequence_updates` are totals since the start of
-    the run too, summed over the replicas. `ledger_groups` maps each fate to
-    its number of groups. `diagnostics` has, by name, the numbers that are not fields of the record: of the step report,
-    the loss, the critic, the witness, parity, agents and the samples.
+    `generated_samples`, `generated_tokens`, `weight_updates` (of all replicas) and `mid_sequence_updates` (of the
+    trained groups) are totals since the start of the run too. `ledger_groups` maps each fate to its number of groups.
+    `diagnostics` has, by name, the numbers that are not fields of the record: of the step report, the loss, the critic,
+    the witness, parity, agents and the samples.
 
     `device_time` has the device-seconds of each pool since the run began (`asyncrl.learner.costs`); empty if an earlier
     version of asyncrl wrote this record, or an earlier record of the run.
@@ -409,14 +410,16 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
 
     `wall_s` is the time since the start of the first learner, seconds, without the time between two learners, and
     without the time from the checkpoint to the end of a learner that died, whose steps do not count.
-    `rows_outstanding` is the number of rows that are still in the data plane; it is 0 unless the run was stopped.
+    `rows_outstanding` is the number of rows that are still in the data plane; it should be 0 unless the run ended
+    before its last step.
     `parity_max_nats` is the largest difference between the learner's and an engine's log-probs that was found when a
-    replica verified new weights. `groups_failed` has, by reason, the number of discarded groups whose rollouts failed.
-    Of the stored tokens of attempts that ended before a commit (`generator.persist_every_tokens`), `tokens_continued`
-    counts those that a later attempt continued, and `tokens_dropped` the others.
-    `tokens_thrown_away` counts the other tokens of attempts that ended before their group was finished, for example by
-    `staleness.on_deadline: requeue`, as their replicas last reported them. `generated_tokens` does not include them.
-    `stop_reason` says why the run ended before `learner.total_steps`; it is None unless `run.stop_when` ended it.
+    replica verified new weights. `groups_failed` has, by reason, the number of discarded groups whose last attempt
+    failed, or expired (`expired`). Of the stored tokens of attempts that ended before a commit
+    (`generator.persist_every_tokens`), `tokens_continued` counts those that a later attempt continued, and
+    `tokens_dropped` the others. `tokens_thrown_away` counts the other tokens of attempts that ended before their group
+    was finished, for example by `staleness.on_deadline: requeue`, as their replicas last reported them.
+    `generated_tokens` does not include them. `stop_reason` says why the run ended before `learner.total_steps`; it is
+    None unless `run.stop_when` ended it.
     """
 
     wall_s: float
@@ -492,27 +495,27 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(RunTotals, frozen=True, kw_only=True):
-    """A run in some thirty numbers: `summary.json`. All numbers cover trained steps only, not skipped steps.
+    """A run in some thirty numbers: `summary.json`. Numbers over the steps cover trained steps only, not skipped steps.
 
-    Besides its own numbers, it has those of `RunTotals`. `heldout_first` and `heldout_last` are the rewards of the
-    first and last evaluation; `heldout_last` is None when there was only one. `heldout_first_step` and
-    `heldout_last_step` are the numbers of steps that trained the evaluated weights; a run that was stopped may have
-    trained more steps after its last evaluation. `heldout_prompts` and `heldout_failed` count the prompts of the last
-    evaluation with and without a reward, and `heldout_numbers` has its other numbers, as in `HeldoutEnds`.
-    `reward_first` and `reward_last` are means over the first and last 5 % of steps,
-    at least 1 and at most 10 steps. `samples_per_s` is the rate of trained samples between the end of the first and the
-    end of the last step, without the starts of a restarted run. The busy ratios are measured over the same time: the
-    learner's is the share of time in which it neither waited for groups nor was in the state `other`, the generators'
-    is the share of the state `generating`. `restarts` is the number of times that the run was resumed, and `lost_steps`
-    the number of steps that were trained again, because the run went back. `parity_max_nats` is the largest difference
-    of log-probs over all probes and all trained on-policy tokens. `ess_ratio_mean` and `ess_ratio_lowest` are over the
-    steps with an effective sample size. `heldout_sets` has the results of the evaluations for each named held-out set
-    (`eval.sets`). `witnessed_steps` is the number of steps of which the witness computed a group a second time, and
-    `witness_failures` the number of steps, of all steps, in which it found a larger difference than is accepted.
-    `notes` are the health notes at the end of the run. `effective_training_time_ratio` is the share of the wall time
-    since the first start in which the steps were trained (`asyncrl.learner.training_time`); None if an earlier version
-    wrote the summary. `costs` has the device-seconds of each pool up to the end of the last step; empty if they are not
-    known.
+    Besides its own numbers, it has those of `RunTotals`. `time_to_first_step_s` is the time from the start of the run
+    to the end of its first step. `heldout_first` and `heldout_last` are the rewards of the first and last evaluation;
+    `heldout_last` is None when there was only one. `heldout_first_step` and `heldout_last_step` are the numbers of
+    steps that trained the evaluated weights; a run that was stopped may have trained more steps after its last
+    evaluation. `heldout_prompts` and `heldout_failed` count the prompts of the last evaluation with and without a
+    reward, and `heldout_numbers` has its other numbers, as in `HeldoutEnds`. `reward_first` and `reward_last` are means
+    over the first and last 5 % of steps, at least 1 and at most 10 steps. `samples_per_s` is the rate of trained
+    samples between the end of the first and the end of the last step, without the starts of a restarted run. The busy
+    ratios are measured over the same time: the learner's is the share of time in which it neither waited for groups nor
+    was in the state `other`, the generators' is the share of the state `generating`. `restarts` is the number of times
+    that the run was resumed, and `lost_steps` the number of steps that were trained again, because the run went back.
+    `parity_max_nats` is the largest difference of log-probs over all probes and all trained on-policy tokens.
+    `ess_ratio_mean` and `ess_ratio_lowest` are over the steps with an effective sample size. `heldout_sets` has the
+    results of the evaluations for each named held-out set (`eval.sets`). `witnessed_steps` is the number of steps of
+    which the witness computed a group a second time, and `witness_failures` the number of steps, of all steps, in which
+    it found a larger difference than is accepted. `notes` are the health notes at the end of the run.
+    `effective_training_time_ratio` is the share of the wall time since the first start in which the steps were trained
+    (`asyncrl.learner.training_time`); None if an earlier version wrote the summary. `costs` has the device-seconds of
+    each pool up to the end of the last step; empty if they are not known.
     """
 
     steps: int
@@ -658,7 +661,7 @@ def read_config(run_dir: Path) -> Config:
 
 
 def known_info(run_dir: Path) -> RunInfo | None:
-    """Returns `run.json` of a run directory. None if it does not exist, if it is deleted during the call, or if another
+    """Returns `run.json` of a run directory. None if it does not exist or cannot be read, for example because another
     version of asyncrl wrote it."""
     with contextlib.suppress(RunError):
         return read_info(run_dir)

@@ -50,7 +50,8 @@ class Texts:
 
 
 SAMPLE_COLUMNS = ("input_ids", "weight_versions", "token_mask", "sample_mask", "advantages")
-"""The columns of rows that `sample_record` needs. It also reads `branch_ids`, if the rows have it."""
+"""The columns of rows that `sample_record` needs. It also reads `branch_ids` and the log-probs, if the rows have
+them."""
 
 
 def sample_record(

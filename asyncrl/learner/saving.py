@@ -150,8 +150,10 @@ class Checkpoints:
         """Saves the newest weights of a run that failed after `recorded_step`, if its ranks can still do it. Logs an
         error and does not raise it.
 
-        Saves the weights only, because the failure may have come in the middle of a step. The weights then match no
-        state of the buffer. The ranks may also hold the update of a step that failed before it was recorded.
+        Does nothing if no step was trained, if the step has a checkpoint folder already, or if the save at the end of
+        the run failed. Saves the weights only (`hf/`), because the failure may have come in the middle of a step. The
+        weights then match no state of the buffer. The ranks may also hold the update of a step that failed before it
+        was recorded.
         """
         if self.unsaved is not None:
             return

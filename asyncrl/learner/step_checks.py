@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 class StepChecks:
-    """Checks each step. It counts the steps in a row that were skipped. `recorder` has the metrics, and the last record
-    before the run was resumed. `prompts` counts how often each prompt was trained."""
+    """Checks each step. It counts the steps in a row that the policy or the critic skipped. `recorder` has the metrics,
+    and the last record before the run was resumed. `prompts` counts how often each prompt was trained."""
 
     def __init__(self, *, config: Config, recorder: StepRecorder, prompts: TrainedPrompts) -> None:
         self._config = config

@@ -50,8 +50,8 @@ class TrainedPrompts:
 
     def finding(self, lease: Lease) -> Finding | None:
         """Counts the groups of a trained step. Returns a finding about the worst prompt: one that was trained too
-        often, or that the data do not have. The ratio of the finding is 0 if there is no such prompt. Returns None if
-        no group has the checksum of its prompt."""
+        often or after the last epoch, or that the data do not have. The ratio of the finding is 0 if there is no such
+        prompt. Returns None if no group has the checksum of its prompt."""
         metas = [group.meta for group in lease.groups if group.meta.prompt is not None]
         if not metas:
             return None

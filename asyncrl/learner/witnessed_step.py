@@ -50,7 +50,8 @@ class Witnessed:
 
 
 def is_witnessed(step: int, *, first: bool, config: Config) -> bool:
-    """Returns whether a step is witnessed. `first` is true for the first step after a start of the learner."""
+    """Returns whether a step is witnessed. `first` is true until a step has trained the policy after a start of the
+    learner."""
     every = config.witness.every_steps
     return every > 0 and (first or step % every == 0)
 
@@ -58,10 +59,11 @@ def is_witnessed(step: int, *, first: bool, config: Config) -> bool:
 def witnessed(
     lease: Lease, *, every_part: bool, estimator: Estimator | None, config: Config, rows_per_update: int
 ) -> Witnessed:
-    """Draws a group of the lease, and returns the advantages and counts with which its samples must be trained by the
-    plain formulas. With `every_part`, the ranks also compute the gradient of each micro-batch alone, and compare the
-    sum with the step's gradient. `estimator` is the one that the step uses for its samples; it is called only if the
-    user wrote it."""
+    """Draws a group of the lease, and returns the advantages that its samples must have: by the plain formulas, or for
+    the user's own estimator by `with_groups_exchanged`. Also returns the numbers of tokens and sequences that each
+    update of the step must train. With `every_part`, the ranks also compute the gradient of each micro-batch alone, and
+    compare the sum with the step's gradient. `estimator` is the one that the step uses for its samples; it is called
+    only if the user wrote it."""
     axes, completions = sample_axes(config), completions_of(lease)
     kept = trained(completions, axes=axes, config=config)
     draw = random.Random(f"{config.run.seed} {lease.incarnation} {lease.step}")
@@ -217,7 +219,8 @@ def token_findings(drawn: Witnessed, rows: BatchedDataDict, estimator: TokenEsti
 GROUPS_EXCHANGED = "own function, groups exchanged"
 """The kind of a finding that compares advantages with those of the user's estimator for groups in another order."""
 EQUAL_TOKENS = 1e-4
-"""Largest accepted difference of advantages of tokens, as a share of the largest: they are float32 sums over a row."""
+"""Largest accepted difference of advantages and returns of tokens, as a share of the largest one: they are float32
+sums over a row."""
 _COLUMNS = {
     "policy": "prev_logprobs",
     "reference": "reference_policy_logprobs",
