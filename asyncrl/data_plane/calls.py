@@ -147,7 +147,7 @@ async def patiently(
     call: Callable[[], Awaitable[Answer]], *, patience_s: float, first_pause_s: float = PAUSE_S
 ) -> Answer:
     """Returns the answer of `call`, which is repeated after each CallTimeout until `patience_s` seconds have passed.
-    `patience_s` may be infinite.
+    Then it raises the last CallTimeout. `patience_s` may be infinite.
 
     The call must be idempotent: an earlier one may have been performed, and only its answer was late. The pauses
     between the calls grow, and are drawn at random, so that many callers do not come back at the same moment. The first

@@ -120,7 +120,8 @@ def encode(fields: Mapping[str, Any], *, lengths: Sequence[int] | None = None) -
     the non-tensor columns of a TensorDict become lists.
 
     Raises ValueError when columns have different numbers of rows, when the columns to cut differ in dim 1, when dim 1
-    is shorter than a length, and when a jagged row is longer than its length. Raises TypeError for any other column.
+    is shorter than a length, when a jagged row is longer than its length, and for a negative length or a scalar. Raises
+    TypeError for any other column.
     """
     given = {name: plain(column) for name, column in fields.items()}
     if lengths is None and LENGTHS_FIELD in given:
@@ -418,7 +419,7 @@ def materialize(
     Jagged columns [B, S_i, …] are right-padded to their longest row. Then these and the plain tensors [B, S, …] are
     padded to `pad_to_seqlen` if that is longer. The pad value is the field's entry in `pad_value_dict` or `PAD_VALUES`,
     else 0. With the layout "jagged" nothing is padded. Columns of objects become lists. Raises ValueError for
-    another layout.
+    another layout, and TypeError for a column of another type.
     """
     if layout not in ("padded", "jagged"):
         raise ValueError(f"materialize: layout is {layout!r}, but must be 'padded' or 'jagged'")

@@ -15,7 +15,7 @@ Every client guarantees:
 
 - Readers see all of a put or nothing. The last put of a (sample, field) wins, so that a put without an answer may be
   repeated.
-- A row goes to each task once.
+- A row goes to each task at most once.
 - Every wait ends at a deadline.
 """
 

@@ -264,7 +264,8 @@ class Partitions:
         return len(self._partition(partition_id).ready(task, fields))
 
     def consumed(self, partition_id: str, tasks: Sequence[str]) -> bool:
-        """Returns True if the tasks have claimed every existing row, and at least `num_samples` rows were put."""
+        """Returns True if each of the tasks has claimed every existing row, and at least `num_samples` rows were
+        put."""
         partition = self._partition(partition_id)
         claimed = [partition.claimed(task).issuperset(partition.rows) for task in tasks]
         return all(claimed) and partition.put >= partition.num_samples

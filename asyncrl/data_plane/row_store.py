@@ -102,7 +102,7 @@ class PartitionActor:
 class Index:
     """A process's access to the index of the data plane. Each call has the deadline `timeout_s`, plus its `wait_s`.
 
-    The first one of a run starts the actor. `placement` has Ray's options for its node (`control_placement`)."""
+    The first `Index` of a run starts the actor. `placement` has Ray's options for its node (`control_placement`)."""
 
     def __init__(self, *, namespace: str, timeout_s: float, placement: Mapping[str, Any] = {}) -> None:
         self._timeout_s = timeout_s

@@ -113,8 +113,8 @@ class Rows:
         return list(dict.fromkeys(map(group_of, ids)))
 
     async def get(self, key: str, columns: Sequence[str]) -> BatchedDataDict:
-        """Returns these columns of a group's rows. Raises KeyError if there are none, and RowsLost if their row store
-        has ended."""
+        """Returns these columns of a group's rows. Raises KeyError if a row or a column does not exist, and RowsLost if
+        their row store has ended."""
         ids = samples_of(key, count=self._config.learner.group_size)
         return await self._in_thread(lambda client: client.get_samples(ids, self._partition, columns))
 

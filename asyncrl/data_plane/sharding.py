@@ -27,9 +27,10 @@ def shard_meta_for_dp(
     """Returns a meta for each rank, and the indices with which `reorder_data` restores the caller's order of the
     concatenated results. The indices are None if the order did not change.
 
-    Rows keep their tags and lengths. `allow_uneven_shards` is for a cut without micro-batches: the last shards may have
-    fewer rows or none. Raises ValueError for an empty meta, for missing lengths, and for both kinds of args together.
-    Other arguments that do not fit raise the errors of `asyncrl.data.sharding`.
+    Rows keep their tags and lengths. Each chunk of `batch_size` rows is divided among all ranks by itself; None: all
+    rows are one chunk. `allow_uneven_shards` is for a cut without micro-batches: the last shards may have fewer rows or
+    none. Raises ValueError for an empty meta, for missing lengths, and for both kinds of args together. Other arguments
+    that do not fit raise the errors of `asyncrl.data.sharding`.
     """
     if meta.size == 0:
         raise ValueError("shard_meta_for_dp: the meta names no rows; there is nothing to divide among the ranks")

@@ -40,8 +40,8 @@ class TransferQueueClient(PartitionedClient):
     """A process's access to the rows of the run `namespace`. Every call has the deadline `timeout_s`.
 
     It attaches to the cluster's TransferQueue, or starts one with `storage_units` within `start_timeout_s`. Raises
-    ConfigError without the package, and PlacementError when there is no room for it. `placement` is for the run's index
-    (`Index`).
+    ConfigError without the package, and PlacementError when there is no room for it, or it does not start in time.
+    `placement` is for the run's index (`Index`).
     """
 
     def __init__(

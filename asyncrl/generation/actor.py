@@ -1,7 +1,7 @@
 """The Ray actor of one replica: builds the engine, the scorer and the generator in its own process, and ends them.
 
-A process holds one engine. `start` raises HandshakeError before anything is generated when the two pools do not fit
-together, for example because their tokenizers differ (F25).
+A process holds one engine. `start` raises HandshakeError before anything is generated when learner and generators do
+not fit together, for example because their tokenizers differ (F25).
 """
 
 import asyncio
@@ -86,14 +86,15 @@ class GeneratorActor:
 
     @property
     def _loaded(self) -> Version | None:
-        """The version of the engine's weights; None before the first ones."""
+        """The version of the engine's weights; None before the first ones, and while the replica is torn."""
         return None if self._updates is None else self._updates.version
 
     async def start(self, model_path: str, *, secrets: Secrets, logs: Path) -> EngineProcesses:
         """Starts the engine, compares the tokenizer with the run's, and connects to the run's actors.
 
         `logs` is the folder for the log of this process and for the lines that reward code prints. If it does not exist
-        on this node, both are only on stderr.
+        on this node, both are only on stderr. Returns the engine's processes and the names in /dev/shm that are ended
+        and removed if this process is killed.
         """
         config, namespace = self._config, self._config.run.name
         log = self._started.enter_context(LogFile(logs / f"replica-{self._name}.log", form=config.run.log_format))
@@ -192,7 +193,8 @@ class GeneratorActor:
         """Answers, so that the caller knows that the process runs."""
 
     async def drain(self) -> None:
-        """Stops admission. `run` returns when all groups in flight are committed or have failed."""
+        """Stops admission. `run` returns when no ticket is held any more: each group is committed, has failed, or the
+        buffer has ended its ticket."""
         if self._generator is not None:
             self._generator.drain()
 

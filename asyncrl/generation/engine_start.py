@@ -48,11 +48,11 @@ def children_begin_with(module: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def engine_starts(*, memory_knob: str, stderr: Path = STDERR) -> Iterator[None]:
-    """Raises RunError for any error that vLLM raises inside the block.
+    """Raises RunError for any error inside the block, except those of asyncrl.
 
-    The message has the last error line that vLLM's processes wrote to `stderr`, and where the whole output is. If that
-    line is about memory, the message also names `memory_knob`, the config key for it: vLLM's own message names vLLM's
-    options.
+    The message has the last error line that vLLM's processes wrote to `stderr`, or vLLM's error if there is none, and
+    where the whole output is. If that line is about memory, the message also names `memory_knob`, the config key for
+    it: vLLM's own message names vLLM's options.
     """
     before = stderr.stat().st_size if stderr.is_file() else None
     try:

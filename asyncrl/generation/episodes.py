@@ -238,9 +238,9 @@ class Attempt:
 
 
 class AgentActivity(TypedDict):
-    """The activity of a group's agents, as `GeneratorMetrics.agents` takes it: the calls of each sample, the tool calls
-    of the model, how long each tool call took until the agent's next call (seconds), the forks by reason, and the
-    tokens by origin."""
+    """The activity of a group's agents, as `GeneratorMetrics.agents` takes it: the number of calls of the model for
+    each sample, the number of tool calls that the model made, how long each tool call took until the agent's next call
+    (seconds), the forks by reason, and the tokens by origin."""
 
     turns: list[int]
     tool_calls: int

@@ -67,7 +67,7 @@ async def answers_of(
 ) -> list[Answered | Failure]:
     """Returns what `answer` returns for each task and its number. At most `at_once` tasks run at a time.
 
-    If a rollout fails, its entry is the failure, which `report` gets, and the other rollouts go on.
+    If a rollout fails with a RolloutError, its entry is the failure, which `report` gets, and the others go on.
     """
     limit = asyncio.Semaphore(at_once)
 

@@ -20,7 +20,8 @@ The end of a rollout wakes admission and delivery. The state is `starting` until
 
 - No ticket is reserved before a version is loaded.
 - No delivery begins between the pause of a weight update and its verification. Generation resumes after the load.
-  Every `weights.probe_every_updates`-th update is verified by a probe, and the others count as verified.
+  Every `weights.probe_every_updates`-th update, and each update of a replica without a version, is verified by a
+  probe. The others count as verified.
 - Every ticket ends: by a commit, by a failure, or because the buffer ends it. The buffer ends all tickets of this
   replica when `run` ends, when the deployment sees that this process died, or when the heartbeats stop.
 """
@@ -69,7 +70,8 @@ REFUSED_STATE = {
     Refusal.NO_PROMPTS: "starved_of_prompts",
 }
 RESERVE_WAIT_S = 20.0
-"""Seconds that a reserve waits in the buffer for a ticket, if the reserve before it got fewer than it asked for."""
+"""Longest wait of a reserve in the buffer for a ticket, seconds, if the reserve before it got fewer than it asked
+for."""
 RESERVE_EVERY_S = 0.02
 """Least seconds between two reserves while rollouts run, so that one reserve serves several free slots. It is shorter
 than `DELIVER_EVERY_S`, because slots stay empty meanwhile."""
@@ -93,7 +95,8 @@ class Generator:
     """Generates until `drain` is called. `run` raises when the replica cannot go on.
 
     The engine is ready when this object is made. `rows` stores finished groups, and `prefix_rows` partial ones.
-    `started_s` (monotonic clock) is when its process started: the time since then counts as the state "starting".
+    `started_s` (monotonic clock) is when its process started, or began to serve this run: the time until this object is
+    made counts as the state "starting".
     """
 
     def __init__(
@@ -352,7 +355,7 @@ class Generator:
 
     async def _engine_stuck(self) -> None:
         """Raises EngineStuck if the engine generates no token for `generator.stall_timeout_s` while rollouts run, and
-        then does not answer a test request of one token within the same time."""
+        then a test request of one token fails, or is not answered within the same time."""
         limit_s = self._config.generator.stall_timeout_s
         while True:
             await asyncio.sleep(min(1.0, limit_s / 5))
@@ -494,8 +497,9 @@ class HeldTickets:
 
     Each heartbeat sends a `report` of the new tickets and of those whose progress has changed. The changes in a report
     count as known when its heartbeat is `answered`. So nothing is lost if a heartbeat or its answer is lost. A complete
-    report has all held tickets: the first report, and the next one after `report_all`. Reports are numbered from
-    `first_number` on, which must be larger than all numbers of an earlier process of this replica.
+    report has all held tickets: at first, and again after `report_all`, every report is complete until one is answered.
+    Reports are numbered from `first_number` on, which must be larger than all numbers of an earlier process of this
+    replica.
 
     Calls for a ticket that is not held change nothing: its rollout may end later than the ticket.
     """
@@ -568,7 +572,7 @@ class HeldTickets:
         return self._prefixes.get(key)
 
     def forget(self, key: str) -> None:
-        """Ends the holding of a ticket that the buffer has ended, or whose commit or failure it has recorded."""
+        """Ends the holding of a ticket that the buffer has ended, or whose commit or failure it has answered."""
         for kept in (self._tokens, self._new_tokens, self._prefixes, self._new_prefixes):
             kept.pop(key, None)
         self._settled.set()
@@ -626,7 +630,7 @@ class Delivery:
         self.add(self._failed(key, incarnation, error))
 
     async def fail_finished(self, error: InfraError) -> None:
-        """Reports at once that all groups which are not delivered yet have failed, because they cannot be used."""
+        """Reports at once all ended rollouts whose delivery has not begun. Their finished groups fail with `error`."""
         await self._report([self._as_failed(each, error) for each in self._take()])
 
     async def run(self) -> None:

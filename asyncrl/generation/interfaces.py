@@ -89,8 +89,9 @@ NOTHING = PartialCompletion(token_ids=[], logprobs=[], versions=[])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion(PartialCompletion):
-    """One sampled continuation of a prompt, which is finished. `text` has no special tokens. `non_greedy_tokens` is the
-    number of its tokens that were not the most probable ones; None if they were not counted."""
+    """One sampled continuation of a prompt, which is finished. An engine returns `text` without special tokens. A
+    rollout adds them with `environment.special_tokens: keep`. `non_greedy_tokens` is the number of its tokens that were
+    not the most probable ones; None if they were not counted."""
 
     text: str
     truncated: bool  # without a default, so that every engine has to set it

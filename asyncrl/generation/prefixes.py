@@ -74,8 +74,8 @@ def engine_seed(seed: int, name: str) -> int:
 
 
 def rows_of(samples: Sequence[PartialCompletion]) -> BatchedDataDict:
-    """Returns the rows that store the samples: columns of shape [G, S], and if the samples have columns with several
-    numbers for each token, also these columns, of shape [G, S, K]."""
+    """Returns the rows that store the samples: columns of shape [G] and [G, S], and if the samples have columns with
+    several numbers for each token, also these columns, of shape [G, S, K]."""
 
     def column(of_samples: Iterable[Sequence[float]], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return pad_sequence([torch.tensor(of_tokens, dtype=dtype) for of_tokens in of_samples], batch_first=True)
@@ -233,9 +233,9 @@ class PrefixKeeper:
     def sampled(self, ticket: Ticket, sampled: Sampled, *, continued: Sequence[PartialCompletion]) -> None:
         """Stores the tokens of the group in the background.
 
-        Does nothing while an earlier call still stores this group, or if no sample has grown by
-        `generator.persist_every_tokens` tokens since the last time. `continued` has the partial completions with which
-        the attempt began.
+        Does nothing while an earlier call still stores this group, if no sample has grown by
+        `generator.persist_every_tokens` tokens since the last time, or if `sampled.partial` returns None. `continued`
+        has the partial completions with which the attempt began.
         """
         if not self._every_tokens or ticket.key in self._puts:
             return

@@ -33,7 +33,8 @@ def fewest_rewards(config: Config) -> int:
 def rewards_of(scores: Sequence[Score], *, config: Config) -> tuple[float | None, ...]:
     """Returns the reward of each completion of a group; None for a completion that is left out.
 
-    Raises DataError with the first error if the group fails.
+    Raises DataError with the first error if a reward failed and `environment.on_error` is `fail`, or if fewer than
+    `fewest_rewards` completions have a reward.
     """
     errors, on_error = [score for score in scores if isinstance(score, DataError)], config.environment.on_error
     if errors:

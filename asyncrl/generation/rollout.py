@@ -1,7 +1,7 @@
 """Runs one rollout: from a ticket's prompt to a scored group with its rows and its metadata.
 
 Expected failures are raised as RolloutError. The generator counts every other error as a DATA failure, so that a bug
-stops the run (after `generator.max_data_failures` in a row) instead of being retried forever.
+stops the run (after `generator.max_data_failures` without a committed group) instead of being retried forever.
 """
 
 import asyncio
@@ -123,7 +123,7 @@ class Rollouts:
         single completion is greedy. If samples have seeds of their own (`generator.seeded`), those of the task follow
         from its `number` in the evaluation.
 
-        Raises DataError if a reward fails.
+        Raises DataError if a reward fails, or if the prompt is too long.
         """
         samples = how.samples
         seeded = self.config.seeds_samples and samples > 1

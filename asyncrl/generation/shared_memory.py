@@ -81,7 +81,7 @@ def staged_weights(run: str, *, cluster: str) -> str:
 
 
 def segments_of(processes: Iterable[psutil.Process]) -> list[str]:
-    """Returns the names of the shared-memory segments that the processes map."""
+    """Returns the names of the segments of Python's shared memory (`psm_…`) that the processes map."""
     mapped = {Path(region.path) for process in processes for region in process.memory_maps(grouped=True)}
     return sorted(path.name for path in mapped if path.parent == SHARED_MEMORY and path.name.startswith("psm_"))
 
@@ -113,7 +113,7 @@ def sweep_shared_memory(names: Iterable[str]) -> None:
 
 
 def reap(engine: EngineProcesses, *, timeout_s: float) -> None:
-    """Waits for an engine's processes, kills the ones that remain, and removes their shared-memory segments.
+    """Waits up to `timeout_s` for an engine's processes to end, kills the others, and removes their `shared_memory`.
 
     Does nothing for an engine of another node: there its processes end with the process group of their Ray worker.
     """

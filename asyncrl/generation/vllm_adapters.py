@@ -136,7 +136,7 @@ class VLLMAdapters:
             self._users[adapter.name] -= 1
 
     async def _drop_unused(self) -> None:
-        """Lets vLLM drop the adapters that no request uses, so that it has room for another one.
+        """Lets vLLM drop the adapters that no request uses, except the newest, so that it has room for another one.
 
         The directory of a dropped adapter stays until the next call. A request that was cancelled may still be in a
         decoding step for which vLLM reads its adapter.

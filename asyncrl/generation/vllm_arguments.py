@@ -1,7 +1,7 @@
 """The arguments and the environment variables with which an engine of vLLM starts.
 
-Both are functions of the configuration and of a description of the device, so they are tested for GPUs without one.
-Neither vLLM nor torch is imported here, because both read the variables when they are imported.
+Neither depends on the devices of this machine, so those for GPUs are tested without a GPU. vLLM is not imported here,
+because it reads the variables when it is imported.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ CPU = Device(kind="cpu")
 
 
 def engine_environment(config: Config, given: Mapping[str, str], *, loopback: str | None = None) -> dict[str, str]:
-    """Returns the environment variables to set before vLLM or torch is imported. `given` are those of the process, and
+    """Returns the environment variables to set before vLLM is imported. `given` are those of the process, and
     `loopback` is the network interface that only this machine can reach, if it is known.
 
     A variable that the user has set keeps its value, except those on whose value asyncrl relies. An empty value counts
@@ -85,8 +85,8 @@ def engine_arguments(
     transfer.
 
     The arguments of `generator.engine_args` come last. The configuration refuses those that must keep their value here
-    (`asyncrl.config.engine_args`). `name` is that of the engine, for its seed. Without `load_weights`, the weights are
-    random at first. `sleep_mode` lets the engine free its device memory.
+    (`asyncrl.config.engine_args`). `name` is that of the engine, for its seed. Without `load_weights` and `model.lora`,
+    the weights are random at first. `sleep_mode` lets the engine free its device memory.
     """
     generator, lora = config.generator, config.model.lora
     sequences = generator.max_concurrent_groups * config.learner.group_size

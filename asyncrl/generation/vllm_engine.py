@@ -53,7 +53,8 @@ fails."""
 UNREAD_FILES = frozenset({"tiny.json"})
 """Files of a model's directory that no engine reads: `asyncrl.demo.directory.TINY_RECIPE`."""
 WEIGHT_FILES = (".safetensors", ".bin", ".pt")
-"""Suffixes of files that a model's directory may have and that no engine without adapters reads."""
+"""Suffixes of files that a model's directory may have and that an engine whose weights come from a learner does not
+read."""
 PROGRESS_EVERY_S = 0.5
 """Seconds between two reports of what a call has sampled so far. Heartbeats carry this progress, one each second."""
 STORED_PROGRESS_EVERY_S = 0.01
@@ -62,7 +63,7 @@ report takes some 10 µs."""
 
 
 def prepare_environment(config: Config) -> None:
-    """Sets environment variables that vLLM and torch read on import. Call it before the first import of either."""
+    """Sets environment variables of vLLM and torch. Call it before the first import of vLLM, which reads them then."""
     of_loopback = (name for name, found in psutil.net_if_addrs().items() for at in found if at.address == "127.0.0.1")
     os.environ.update(engine_environment(config, os.environ, loopback=next(of_loopback, None)))
 
@@ -218,7 +219,7 @@ class VLLMEngine:
         before its first `load`. This object must not be used any more.
 
         Raises RunError if a new engine for the run would start with other arguments, environment variables, or files of
-        the model. Only the seed may differ.
+        the model. The seed and the files with the model's weights may differ.
         """
         settings = _settings(config, model_path=model_path, load_weights=False, sleep_mode=False)
         keys = {*settings, *self._settings}
@@ -314,14 +315,14 @@ class VLLMEngine:
     async def sleep(self) -> None:
         """Moves the weights to host memory, drops the KV cache, and aborts running requests.
 
-        Needs an engine in sleep mode, which vLLM has on GPUs only.
+        Needs an engine that was started with `sleep_mode`, on GPUs only.
         """
         if self.is_awake:
             await self._llm.sleep(level=1, mode="abort")
             self._sleeping = {"weights", "kv_cache"}
 
     async def wake(self, tags: Collection[str]) -> None:
-        """Allocates device memory again for `weights`, `kv_cache` or both. Does nothing for a tag that is awake.
+        """Moves the `weights` back to the device, allocates the `kv_cache` again, or both. Ignores a tag that is awake.
 
         vLLM resumes scheduling when both are awake. Therefore wake the KV cache only when the weights are whole.
         """
@@ -403,7 +404,8 @@ class VLLMEngine:
 
     async def _request(self, tokens: Sequence[int], children: Sequence[Child], **sampling: Any) -> Any:
         """Runs one request of vLLM, whose completions are `children`. `sampling` are fields of vLLM's `SamplingParams`.
-        Returns vLLM's final output. Raises DataError if vLLM refuses the prompt, and InfraError if the engine fails."""
+        Returns vLLM's final output. Raises DataError if vLLM refuses the prompt, InfraError if the engine fails or the
+        request is aborted, and the errors of `check_end`."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind

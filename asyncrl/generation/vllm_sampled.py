@@ -161,7 +161,7 @@ def _versions(starts: Sequence[tuple[str, int]], tokens: int, *, version: Versio
 def until_stop(
     sample: PartialCompletion, stops: Sequence[str], decode: Callable[[Sequence[int]], str]
 ) -> PartialCompletion:
-    """Returns a finished completion up to the token that completes the first stop string.
+    """Returns a finished completion up to the token that completes the first stop string; all of it if it has none.
 
     vLLM looks for stop strings in the text of its own request only. A stop string that begins in the prefix and ends
     after it is found here.
@@ -212,9 +212,10 @@ some 1e-6."""
 
 
 def sampling_parameters(generator: GeneratorSection, *, vocabulary: int) -> dict[str, Any]:
-    """Returns the fields of vLLM's `SamplingParams` for `generator.top_k` and `generator.logprobs`; none without them.
-    `vocabulary` is the number of tokens of the model, the most log-probs that vLLM can return. Raises ConfigError for
-    `top_p` or `min_p` without `top_k`. A run refuses these before it starts, but a loop of the user's own only here."""
+    """Returns the fields of vLLM's `SamplingParams` for `generator.top_k`, with `top_p` and `min_p`, and for
+    `generator.logprobs`; none without them. `vocabulary` is the number of tokens of the model, the most log-probs that
+    vLLM can return. Raises ConfigError for `top_p` or `min_p` without `top_k`. A run refuses these before it starts,
+    but a loop of the user's own only here."""
     if problems := list(filters_without_top_k(generator)):
         raise ConfigError("\n".join(problems))
     listed = max(generator.top_k or 0, generator.logprobs or 0)

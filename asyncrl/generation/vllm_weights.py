@@ -42,8 +42,9 @@ Answer = TypeVar("Answer")
 
 
 class VLLMWeights:
-    """Applies updates to one `AsyncLLM`, one at a time. `before` is the object that did this for an earlier run. Its
-    pipe and its counts of preparations and loads are taken over, and its version is not."""
+    """Applies updates to one `AsyncLLM`, one at a time. With `clear_cache`, each update drops the KV cache of earlier
+    weights. `before` is the object that did this for an earlier run. Its pipe and its counts of preparations and loads
+    are taken over, and its version is not."""
 
     def __init__(self, llm: Any, *, clear_cache: bool, before: "VLLMWeights | None" = None) -> None:
         self._llm = llm
@@ -123,8 +124,8 @@ class VLLMWeights:
     async def join_collective(self, rendezvous: Rendezvous, *, first_rank: int, parameters: Parameters) -> None:
         """Joins a new process group: the engine's workers become the ranks from `first_rank` on.
 
-        `parameters` is the result of `expected_parameters` for the engine's model. Raises CollectiveError after
-        `rendezvous.timeout_s`.
+        `parameters` is the result of `expected_parameters` for the engine's model. Raises CollectiveError if the engine
+        fails, or if ranks are missing after `rendezvous.timeout_s`.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
@@ -187,7 +188,8 @@ class VLLMWeights:
         all parameters of `expected` were applied. The learner may free the group afterwards.
 
         The first group begins the update, and the last one completes it. Raises ManifestMismatch or VersionRegression
-        before the first group is applied, and TornReplica for every error after that.
+        before the first group is applied, and TornReplica for every error after that. Raises WeightError if `handles`
+        is empty.
         """
         if not handles:
             raise WeightError(

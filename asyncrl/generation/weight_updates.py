@@ -3,7 +3,8 @@
 Invariants:
 
 - Rollouts start only on a version that is loaded whole.
-- From the first byte that the engine loads until the probe has passed, no delivery of groups begins.
+- From the first byte that the engine loads until the update counts as verified, no delivery of groups begins. An
+  update that is not probed (`weights.probe_every_updates`) counts as verified when it is loaded.
 - A torn replica (its load stopped half way, or its probe failed) has no version and starts no rollout until a whole
   update succeeds.
 """
@@ -42,11 +43,12 @@ from asyncrl.weights.transports.interfaces import BroadcastEnd, Transport
 logger = logging.getLogger(__name__)
 
 WEIGHTS_WAIT_S = 20.0
-"""Seconds of one wait for a newer version. The wait is repeated until there is one."""
+"""Longest time of one wait for a newer version, seconds. The wait is repeated until there is one."""
 RETRY_PAUSE_S = 1.0
 """Seconds before a torn replica asks for weights again."""
 REFETCH_PAUSE_S = 0.5
-"""Seconds before weights that could not be fetched are fetched again. The pause doubles with each further time."""
+"""Seconds before weights are fetched again after an update was refused: its bytes were lost, late or damaged, or did
+not fit. The pause doubles with each further refusal, up to `LONGEST_REFETCH_PAUSE_S`, until an update is loaded."""
 LONGEST_REFETCH_PAUSE_S = 10.0
 _NUMBER = re.compile(r"\.\d+\.")
 
@@ -84,8 +86,8 @@ class WeightUpdates:
         self._limits = config.weights
         self._judge = ParityJudge(ParityLimits.of(config))
         self._changed_by_loader: frozenset[str] | None = None
-        """Live parameters that are never as published, because the model's loader changes them. None until the first
-        update is verified."""
+        """Live parameters that are never as published, because the model's loader changes them. None until a probe has
+        passed."""
         self._name = name
         self._engine = engine
         self._source = source
@@ -109,7 +111,7 @@ class WeightUpdates:
     @asynccontextmanager
     async def held(self) -> AsyncIterator[Version | None]:
         """Keeps the engine at the loaded version until the block ends. Yields this version; None while the replica has
-        none. New versions are fetched meanwhile, and loaded afterwards."""
+        none. Afterwards the newest version is fetched and loaded."""
         async with self._held:
             yield self.version
 
@@ -120,11 +122,11 @@ class WeightUpdates:
         return self.version
 
     async def verified(self) -> None:
-        """Waits until the last update is verified. From then on finished groups may be committed."""
+        """Waits until the last update counts as verified. From then on finished groups may be committed."""
         await self._verified.wait()
 
     async def run(self, replica: UpdateHooks) -> None:
-        """Loads each new version into the engine, and calls the hooks of its replica."""
+        """Loads new versions into the engine, and calls the hooks of its replica. It may skip versions."""
         taking_part = self._transport.take_part(self._name, ended=self._broadcast_ended)
         receiving = asyncio.create_task(taking_part, name="broadcasts of weights")
         receiving.add_done_callback(_name_error)
@@ -182,12 +184,13 @@ class WeightUpdates:
             self._may_start.set()
 
     def _check_torn(self, since_s: float | None, error: WeightError) -> None:
-        """Raises the error if the replica has been torn for too long: its tickets must not wait for ever."""
+        """Raises the error if the replica has been torn for longer than `weights.load_timeout_s`: its tickets must not
+        wait for ever."""
         if since_s is not None and self._clock() - since_s > self._limits.load_timeout_s:
             raise error
 
     async def _refused(self, error: WeightError, *, times: int) -> None:
-        """Logs the error of an update that was refused for the `times`-th time in a row, and pauses before the next
+        """Logs the error of a refused update, the `times`-th one since an update was loaded, and pauses before the next
         one is fetched."""
         self._metrics.weight_update(outcome="refused", phase_seconds={})
         pause_s = min(LONGEST_REFETCH_PAUSE_S, REFETCH_PAUSE_S * 2 ** min(times - 1, 10))
@@ -211,8 +214,8 @@ class WeightUpdates:
             await replica.fail_unverified(InfraError(str(error), reason="parity"))
 
     async def _update(self, publication: Publication, replica: UpdateHooks) -> bool:
-        """Loads a version. Returns False without loading it if it had to wait for the end of a `held` block: there may
-        be a newer version by now."""
+        """Loads a version, unless it is loaded already. Returns False without loading it if it had to wait for the end
+        of a `held` block: there may be a newer version by now."""
         manifest = publication.manifest
         if not is_news(manifest.version, self.version):
             self._metrics.weight_update(outcome="repeated", phase_seconds={})
@@ -231,10 +234,11 @@ class WeightUpdates:
         return True
 
     async def _load(self, manifest: Manifest, replica: UpdateHooks, seconds: dict[str, float]) -> None:
-        """Loads the staged version and verifies it. `seconds` has the time of each phase so far."""
+        """Loads the staged version, and verifies it if a probe is due. `seconds` has the time of each phase so far."""
 
         def paused() -> None:
-            # From here until the probe has passed, groups that these weights may have produced are not committed.
+            # From here until the update counts as verified, groups that these weights may have produced are not
+            # committed.
             self._verified.clear()
             replica.show_loading(True)
 
@@ -323,9 +327,9 @@ class WeightUpdates:
         logger.error("%s", message)
 
     def _learn_unread(self, live: ReadBack) -> None:
-        """Remembers which live parameters cannot be compared, because the model's loader changes them. Called after the
-        first update, if the probe agrees with its weights. A parameter that differs in all layers counts as changed by
-        the loader: a fault that changed all layers would fail the probe."""
+        """Remembers which live parameters cannot be compared, because the model's loader changes them. Called when a
+        probe passes for the first time. A parameter that differs in all layers counts as changed by the loader: a fault
+        that changed all layers would fail the probe."""
         alike = {_in_all_layers(name) for name in live.alike}
         self._changed_by_loader = frozenset(name for name in live.differing if _in_all_layers(name) not in alike)
         if unread := sorted(self._changed_by_loader | live.unread):

@@ -16,7 +16,7 @@ def should_publish(
     *, version: Version, published: Version | None, publish_every_steps: int, able: Collection[AbleReplicas]
 ) -> bool:
     """Returns True if `version`, the learner's current one, should be published now. `able` are the replicas with a
-    free slot.
+    free slot, counted for each version that they have loaded.
 
     The first version of an incarnation is always published, because replicas may have no weights, or weights of an
     earlier incarnation. A version is published on demand if at least one replica has a free slot, and all such replicas

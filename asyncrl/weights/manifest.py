@@ -3,8 +3,8 @@
 The tensors of a version stand one after the other in one flat buffer. The bytes travel in buckets: each bucket has some
 pieces of the flat buffer, all from one learner rank. So a rank sends its own shards, and no rank needs whole weights.
 
-Before a replica applies the first byte, it checks names, shapes and dtypes (`check_parameters`), that the buckets make
-up the whole flat buffer (`check_layout`), and size and checksum of each bucket (`put_bucket`). A mismatch raises
+Before a replica applies the first byte, it checks names, shapes and dtypes (`check_parameters`), that the buckets have
+every byte of every tensor once (`check_layout`), and size and checksum of each bucket (`put_bucket`). A mismatch raises
 ManifestMismatch, and no weight of the engine changes.
 """
 
@@ -206,8 +206,9 @@ def check_manifest(manifest: Manifest, expected: Parameters) -> None:
 
 
 def check_layout(manifest: Manifest) -> None:
-    """Raises ManifestMismatch unless the buckets have every byte of every tensor, and no byte twice. The links of a
-    bucket, if it has some, must begin with the whole bucket and end with its checksum."""
+    """Raises ManifestMismatch unless the buckets have every byte of every tensor, no byte twice, and none outside of
+    the flat buffer. The links of a bucket, if it has some, must begin with the whole bucket and end with its
+    checksum."""
     refused = f"weights {manifest.version}: "
     for index, bucket in enumerate(manifest.buckets):
         if bucket.links and (bucket.links[0].delta or bucket.links[-1].checksum != bucket.checksum):

@@ -50,8 +50,8 @@ def try_lock(fd: int, *, alone: bool) -> bool:
     """Locks an open file without waiting: for this descriptor alone, or together with others. The lock replaces an
     earlier one of the descriptor.
 
-    Returns False if locks of other processes prevent it; the descriptor may then have lost its earlier lock. The kernel
-    unlocks the file when the process ends."""
+    Returns False if locks of other descriptors prevent it; the descriptor may then have lost its earlier lock. The
+    kernel unlocks the file when the process ends."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -31,10 +31,11 @@ from asyncrl.weights.memory_file import NOTHING, MemoryFile, try_lock
 logger = logging.getLogger(__name__)
 
 POINTER_S = 60.0
-"""Seconds that a replica waits while another one makes a block. The kernel clears about 4 GB in a second."""
+"""Longest time that a replica waits while another one makes a block, seconds. The kernel clears about 4 GB in a
+second."""
 ROOM_S = 2.0
-"""Seconds that a broadcast waits while replicas of the node load other weights from the block. All members of the
-broadcast wait meanwhile. Most engines load faster."""
+"""Longest time that a broadcast waits while replicas of the node load other weights from the block, seconds. All
+members of the broadcast wait meanwhile. Most engines load faster."""
 POLL_S = 0.01
 TOKEN_BYTES = 16
 TAIL_BYTES = 64
@@ -110,8 +111,8 @@ class Block:
 def shared_block(pointer: Path, nbytes: int, *, held: Block | None, timeout_s: float = POINTER_S) -> Block:
     """Returns the node's block for `nbytes` bytes of weights, to which the file `pointer` leads. It may be `held`, the
     block that this replica has. If the pointer leads to no such block, returns `held` or makes a new block. Writes the
-    block's address into the pointer. Raises OSError if there is no memory for a new block, and TimeoutError if another
-    process has locked the pointer for `timeout_s`."""
+    block's address into the pointer. Raises OSError if there is no memory for a new block, PermissionError if the
+    pointer belongs to another user, and TimeoutError if another process has locked the pointer for `timeout_s`."""
     with pointer_held(pointer, timeout_s=timeout_s) as fd:
         block = _pointed(os.pread(fd, 4096, 0), nbytes, held=held) or held or Block(nbytes)
         os.ftruncate(fd, 0)

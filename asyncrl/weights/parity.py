@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from asyncrl.config.schema import Config
 
 POOLED_TOKENS = 2000
-"""Number of tokens over which means of differences are judged. If there are fewer tokens, the missing ones count as
-tokens without a difference, so few tokens fail only if they differ much. In float32, the largest difference of each
-call is judged instead of the mean."""
+"""Number of tokens over which the means of a learner's training steps are judged; a replica judges each probe by
+itself. If there are fewer tokens, the missing ones count as tokens without a difference, so few tokens fail only if
+they differ much. In float32, the largest difference of each call is judged instead of the mean."""
 FIRST_TOKENS = 200
 """The number of tokens, in place of `POOLED_TOKENS`, before the run has a unit. It is smaller, because the limit of a
 unit (`weights.parity_mean_nats`) leaves more room."""

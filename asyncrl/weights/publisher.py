@@ -80,8 +80,9 @@ def snapshot_of(
     shared: bool = False,
     last: Snapshot | None = None,
 ) -> Snapshot:
-    """Copies a rank's shards, in the precision of the entries. Overwrites the memory of `last`, an earlier snapshot of
-    these shards, so that no new memory is needed. `shared` memory can be mapped by other processes of the node."""
+    """Copies a rank's shards, in the precision of the entries. If `last`, an earlier snapshot, has as many bytes, its
+    memory is overwritten, so that no new memory is needed. `shared` memory can be mapped by other processes of the
+    node."""
     by_name = {entry.name: entry for entry in entries}
     found = [(by_name[name], first, shard) for name, first, shard in shards]
     sizes = [shard.numel() * dtype_of(entry).itemsize for entry, _, shard in found]

@@ -110,7 +110,8 @@ def _agrees(layer: Any, parameter: torch.Tensor, places: Slices, draw: torch.Gen
 def _samples(
     layer: Any, parameter: torch.Tensor, places: Slices, draw: torch.Generator
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields samples of a live matrix (columns or rows), each with the published numbers at the same places."""
+    """Yields samples of a live matrix (columns or rows), each with the published numbers at the same places. Yields
+    nothing if the published rows are not as many as the live ones."""
     columns_in = places[0][0].shape[1]
     own_columns: int = getattr(layer, "input_size_per_partition", columns_in)
     first = _first(columns_in, own_columns, rank=getattr(layer, "tp_rank", 0), workers=getattr(layer, "tp_size", 1))

@@ -120,9 +120,9 @@ class StagedWeights:
         Fetches one missing part at a time. While a part is put into the buffer and verified there, the next one is
         fetched.
 
-        Raises FetchFailed if there is no memory, WeightsDamaged if fetched bytes are damaged, and the errors of
-        `fetch`. Calls `release` before it raises. The verified parts stay in the node's memory for the next call,
-        unless another replica changes them.
+        Raises FetchFailed if it gets no memory, also because another process is stuck, WeightsDamaged if fetched bytes
+        are damaged, and the errors of `fetch`. Calls `release` before it raises. The verified parts stay in the node's
+        memory for the next call, unless another replica changes them.
         """
         nbytes = manifest.flat_bytes
         if self._pointer is None:
@@ -181,7 +181,8 @@ class StagedWeights:
 
     def begin(self, manifest: Manifest) -> None:
         """Provides memory for a version. Keeps the bytes that an earlier attempt has staged of the same version, and
-        the bytes to which the version's deltas can be applied. Raises FetchFailed if there is no memory."""
+        the bytes to which the version's deltas can be applied. Raises FetchFailed if it gets no memory, also because
+        another process is stuck."""
         if manifest != self._manifest:
             linked = {bucket.pieces for bucket in manifest.buckets if bucket.links}
             self._held = {pieces: found for pieces, found in self._held.items() if pieces in linked}

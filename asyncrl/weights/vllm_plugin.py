@@ -185,8 +185,8 @@ class AsyncRLWeightTransferEngine(WeightTransferEngine[InitInfo, Any]):
         return msgspec.msgpack.encode(read_back(self.model, mapped_weights(update_info), seed=seed))
 
     def forget(self) -> None:
-        """Drops all that earlier updates have left here, but not the weights themselves. Call it between two updates:
-        the next one must be whole, and is then loaded as the first one of a new engine."""
+        """Drops what earlier updates have left here, but not the weights themselves, nor whether swaps suit the model.
+        Call it between two updates: the next one must be whole, and is then loaded as the first one of a new engine."""
         if self._preparing is not None:
             wait([self._preparing.ended])  # the thread still prepares an update that was given up
         self.shutdown()
@@ -261,7 +261,7 @@ class WorkerExtension:
         return self.weight_transfer_engine.read_back(update_info, seed)
 
     def forget_updates(self) -> None:
-        """Drops all that earlier updates have left in the worker, but not the weights themselves."""
+        """Drops what earlier updates have left in the worker, as `AsyncRLWeightTransferEngine.forget` does."""
         self.weight_transfer_engine.forget()
 
     def seed_samples(self, seed: int) -> None:

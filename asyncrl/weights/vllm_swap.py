@@ -48,7 +48,8 @@ class WeightSwap:
 
     @staticmethod
     def suits(model: torch.nn.Module, device: torch.device) -> bool:
-        """Returns True if packing matrices is all that vLLM does with the weights after loading."""
+        """Returns True if the device is a CPU, and packing matrices is all that vLLM does with the weights after
+        loading."""
         unquantized = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
         if device.type != "cpu" or hasattr(model, "process_weights_after_loading"):
             return False

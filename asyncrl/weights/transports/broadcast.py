@@ -59,9 +59,11 @@ from asyncrl.weights.transports.peers import Peers, Rendezvous
 logger = logging.getLogger(__name__)
 
 PRESENCE_S = 2.0
-"""Seconds that rank 0 waits for replicas that answered before. A living replica answers within milliseconds."""
+"""Longest time that rank 0 waits for the replicas that it asks, seconds. A living replica answers within
+milliseconds."""
 WAIT_S = 20.0
-"""Seconds that one call of the weight store waits, for a broadcast or for requests. The call is repeated."""
+"""Longest time that one call of the weight store waits, seconds: for a broadcast or for requests. The call is
+repeated."""
 PAUSE_S = 1.0
 """Seconds before a rank asks again for requests, after weights were not put into the object store."""
 HELD_VERSIONS = 2
@@ -98,7 +100,8 @@ class Group:
         listener: socket.socket | None = None,
     ) -> None:
         """Runs `function` in the group of the broadcast. Joins it first if needed. Raises CollectiveError when a peer
-        is dead, missing or late; then this process is in no group."""
+        is dead, missing or late; then this process is in no group. After the other errors of `function`, UpdateRefused
+        and WeightsDamaged, it stays in the group."""
         if broadcast.epoch != self.epoch or self._peers is None:
             self.leave()
             if not broadcast.port:
@@ -350,7 +353,7 @@ class CollectiveTransport(Transport):
 
     def _take(self, broadcast: Broadcast, rank: int, room: BroadcastRoom) -> None:
         """Receives and verifies a broadcast. Puts the bytes into the node's memory, unless another replica of the node
-        does."""
+        does, or this memory is in use or missing (`room.dropped`)."""
         version = broadcast.version
         self._arrived_bytes = 0
 

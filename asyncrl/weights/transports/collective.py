@@ -43,10 +43,10 @@ class Received:
 def send_snapshot(peers: Peers, snapshot: Snapshot, version: Version) -> None:
     """Sends one learner rank's snapshot as `version`. Returns when every engine worker holds all of it.
 
-    Call it on every learner rank after each has its snapshot. On CPUs it may run at the same time as the rank's
-    steps. On GPUs it may not: two NCCL groups of one process deadlock when two ranks interleave their calls
-    differently. Raises CollectiveError when a peer is dead, missing or late. Raises UpdateRefused when an engine has
-    another model; the group stays usable then.
+    Call it on every learner rank after each has its snapshot. On CPUs it may run at the same time as the rank's steps.
+    On GPUs it may not: two NCCL groups of one process deadlock when two ranks interleave their calls differently.
+    Raises CollectiveError when a peer is dead, missing or late. Raises UpdateRefused when an engine has another model
+    or got damaged bytes; the group stays usable then.
     """
     peers.exchange(lambda peers: _send(peers, snapshot, version), what=f"broadcasting weights {version}")
 

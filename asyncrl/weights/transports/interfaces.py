@@ -66,12 +66,13 @@ class Transport(ABC):
         """Returns the sender for learner rank `rank` of `ranks`."""
 
     async def take_part(self, replica: str, *, ended: Callable[[BroadcastEnd], None]) -> None:
-        """Receives broadcasts until it is cancelled, and calls `ended` after each. The default returns at once,
-        for a transport that only stores bytes."""
+        """Receives broadcasts until it is cancelled or the weight store ends, and calls `ended` after each. The default
+        returns at once, for a transport that only stores bytes."""
 
     @abstractmethod
     async def receive(self, handle: Any, *, timeout_s: float) -> Bytes:
-        """Returns the bytes of a bucket. Raises ManifestVoid when they are lost, and FetchFailed after `timeout_s`."""
+        """Returns the bytes of a handle: of a bucket, or with `weights.delta` of a link. Raises ManifestVoid when they
+        are lost, and FetchFailed after `timeout_s`."""
 
     def staged(self, version: Version) -> None:
         """Called when the replica has all bytes of a version in its memory. It did not `receive` the bytes that another

@@ -53,7 +53,7 @@ class SharedBytes(msgspec.Struct, frozen=True, kw_only=True):
 
 class SharedSnapshotTransport(StoresBytes):
     """The handle of a bucket is a range of the memory file with the rank's snapshot. Learner ranks and generators must
-    be on one node."""
+    be on one node; otherwise `receive` raises WeightError."""
 
     def send(self, sent: Shipment) -> list[Any]:
         assert sent.shared is not None, "take the snapshot in shared memory"

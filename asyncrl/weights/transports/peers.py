@@ -77,7 +77,8 @@ class Peers:
         cls, rendezvous: Rendezvous, *, rank: int, device: torch.device, listener: socket.socket | None = None
     ) -> "Peers":
         """Joins the group and returns when all ranks have joined. Rank 0 may give the socket that listens. Raises
-        CollectiveError, which names the missing ranks, after `timeout_s`."""
+        CollectiveError if `rank` is not below `world_size`, if a peer fails, or after `timeout_s`: then it names the
+        missing ranks."""
         if rank >= rendezvous.world_size:
             raise CollectiveError(
                 f"rank {rank} cannot join the weights' process group at {rendezvous.host}:{rendezvous.port}, because "
@@ -90,7 +91,8 @@ class Peers:
         )
 
     def exchange(self, function: Callable[["Peers"], Answer], *, what: str) -> Answer:
-        """Runs `function(self)`, which communicates. Raises CollectiveError when a peer failed or `timeout_s` passed.
+        """Runs `function(self)`, which communicates. Raises CollectiveError when a peer failed, when `timeout_s`
+        passed, and when an earlier exchange has closed the group.
 
         Any other WeightError leaves the group open, because all ranks have then agreed to stop.
         """
