@@ -118,7 +118,7 @@ def _evaluate(config: Config, *, model: str | None, json: Path | None) -> None:
     from asyncrl.generation.vllm_engine import prepare_environment
 
     os.environ.update({name: value for name, value in QUIET.items() if not os.environ.get(name)})
-    prepare_environment(config)  # before the first import of torch or vLLM
+    prepare_environment(config)  # before the first import of vLLM
     from asyncrl.deployment.model_evaluation import evaluate_model, result_lines
 
     say(f"model: {model}", err=True)

@@ -28,8 +28,10 @@ async def test_a_replica_hides_the_secrets_before_it_starts_anything(
     config = Config.model_validate({"environment": {"secrets": ["JUDGE_API_KEY"]}})
     replica = actor.GeneratorActor(config=config, name="generator-a", deployment="d")
     secrets = Secrets({"JUDGE_API_KEY": "sk-0123456789"})
+    if taken_over:
+        starts = replica.take_over(config=config, deployment="e", secrets=secrets, logs=tmp_path)
+    else:
+        starts = replica.start("model", secrets=secrets, logs=tmp_path)
     with pytest.raises(RunError, match="nothing starts"):
-        if taken_over:
-            await replica.take_over(config=config, deployment="e", secrets=secrets, logs=tmp_path)
-        await replica.start("model", secrets=secrets, logs=tmp_path)
+        await starts
     assert shown_text.shown("401 for sk-0123456789") == "401 for <JUDGE_API_KEY>"
