@@ -22,8 +22,8 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
 
 
 def hidden_tags(tokenizer: Any, *, special_tokens: SpecialTokens) -> tuple[str, ...]:
-    """Returns tags for which rewards often look, such as `<think>`, and which the text of an answer never has. These
-    are special tokens, if `special_tokens` is `drop`, and tags that the chat template writes before the answer."""
+    """Returns tags for which rewards often look, such as `<think>`, and which the text of an answer lacks. These are
+    special tokens, if `special_tokens` is `drop`, and tags that the chat template itself writes before the answer."""
     dropped = _special_tags(tokenizer) if special_tokens == "drop" else []
     return tuple(dict.fromkeys([*dropped, *_BEGUN.findall(generation_prompt(tokenizer))]))
 

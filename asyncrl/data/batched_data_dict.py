@@ -1,7 +1,8 @@
 """A batch: a dictionary of columns. A column is a tensor with rows first, or a list with one entry for each row.
 
 Padding is always on the right. The class is a `UserDict` and not a `dict`, so that a batch is never taken for plain
-keyword arguments. An operation that does not fit the batch's size raises AssertionError with the numbers.
+keyword arguments. An operation that does not fit the batch's size raises AssertionError with the numbers, unless its
+docstring names another error.
 
 >>> shards, indices = batch.shard_by_batch_size(ranks, batch_size=gbs, sequence_packing_args=args)
 >>> for micro_batch in shard.get_batch(step).make_microbatch_iterator_for_packable_sequences(): ...   # on each rank
@@ -108,9 +109,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         """Cuts the batch for `shards` ranks: each chunk of `batch_size` rows (default: all rows) into `shards` parts.
 
         With dynamic batching or packing it also returns the caller's row number of each row of the concatenated shards,
-        for `reorder_data`. Uneven shards have ⌈rows / shards⌉ rows; the last ones may have fewer or none, but all
-        columns. `asyncrl.data.sharding` has the rules. Raises the errors of `plan_shards`, such as for numbers that do
-        not divide or a row that is too long.
+        for `reorder_data`. Uneven shards without packing have ⌈rows / shards⌉ rows; the last ones may have fewer or
+        none, but all columns. `asyncrl.data.sharding` has the rules. Raises the errors of `plan_shards`, such as for
+        numbers that do not divide or a row that is too long.
         """
         self._check_rows()
         plans = plan_shards(

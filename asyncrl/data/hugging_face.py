@@ -27,7 +27,8 @@ def hugging_face_rows(source: str, *, subset: str | None, split: str, options: M
 
     `source` is a dataset's name on the Hub (`openai/gsm8k`), a file or a folder of files in one of `FORMATS`, or a
     folder that `Dataset.save_to_disk` has written. `options` are further arguments of `datasets.load_dataset`. Raises
-    DatasetError if the library is not installed, or cannot find or read the dataset.
+    DatasetError if the library is not installed, or cannot find or read the dataset; for a JSON file also while its
+    rows are read.
     """
     try:
         import datasets
@@ -219,8 +220,8 @@ def _saved(found: Any, *, split: str) -> Iterable[Mapping[str, Any]]:
 
 
 def _of_files(path: Path, *, split: str, options: Mapping[str, Any]) -> Iterable[Row]:
-    """Reads a file, or all files of a folder, whose names must have the same known end. JSON files are read without
-    `datasets`, unless `options` has options that only `datasets` supports."""
+    """Reads a file, or those files of a folder whose names end in one of `FORMATS`. All must have the same format. JSON
+    files are read without `datasets`, unless `options` has options that only `datasets` supports."""
     if not path.exists():
         raise DatasetError(f"data.path = {path}: there is no such file; name a file, a folder, or a dataset of the Hub")
     files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.suffix in FORMATS)

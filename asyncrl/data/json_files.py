@@ -21,8 +21,9 @@ JSON_OPTIONS = frozenset({"field", "encoding", "encoding_errors"})
 
 
 def json_file_rows(files: Mapping[str, Sequence[Path]], *, split: str, options: Mapping[str, Any]) -> Iterable[Row]:
-    """Returns the rows of files with a list of objects, or with one object a line. `files` has the files of each split
-    by its name. `split` is the name of a split, or takes parts of splits (`train[:1000]+test`).
+    """Returns the rows of files with a list of objects, with one object whose values are columns (lists), or with one
+    object a line. `files` has the files of each split by its name. `split` is the name of a split, or takes parts of
+    splits (`train[:1000]+test`).
 
     A line that is not JSON is a BadRow, and blank lines are not rows. Raises ValueError for an unknown split, and
     DatasetError, also while the rows are read, for a file that is not JSON or not in the encoding of `options`.

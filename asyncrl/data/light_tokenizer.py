@@ -1,8 +1,8 @@
 """A tokenizer from a model's files without transformers, whose import loads torch and takes seconds.
 
-It serves to measure prompts while a run starts, and to find the ends of turns in `asyncrl config check`. It adds no
-special tokens of its own, so it never counts more tokens than the model's real tokenizer. Where the few missing tokens
-could matter, the caller asks the real tokenizer.
+It serves to measure prompts when a run starts, and to check prompts, answers and the ends of turns in `asyncrl config
+check`. It adds no special tokens of its own, so it never counts more tokens than the model's real tokenizer. When a run
+starts and the few missing tokens could matter, the caller asks the real tokenizer.
 """
 
 import json
@@ -204,8 +204,8 @@ def model_folder(model: str, *, weights: bool) -> str:
     """Returns the folder of a model: `model` itself if it is a folder, else its snapshot in the Hub's cache.
 
     Downloads the files that the cache lacks, those with the weights only if `weights` is true. If the Hub does not
-    answer, returns the snapshot in the cache. If there is none, returns `model`: loading it then raises an error with
-    the cause.
+    answer or refuses, returns the snapshot in the cache. If there is none, returns `model`: loading it then raises an
+    error with the cause.
     """
     if os.path.isdir(model):
         return model
@@ -215,5 +215,5 @@ def model_folder(model: str, *, weights: bool) -> str:
     patterns = _DESCRIPTION + (_WEIGHTS if weights else [])
     try:
         return snapshot_download(model, allow_patterns=patterns, ignore_patterns=_OTHER_FORMATS)
-    except (OSError, ValueError, HfHubHTTPError):  # the Hub does not answer, and the cache may be incomplete
+    except (OSError, ValueError, HfHubHTTPError):  # no answer or a refusal, and the cache may be incomplete
         return str(cached_files(model) or model)

@@ -26,9 +26,10 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     A dataset need not set `prompt`: `data.prompt_template` makes it from question and metadata. If there are
     `messages`, the model gets them in its chat template instead, and `prompt` shows them as one text. `row` is the
     task's number in its dataset, from 1, which errors name. It is 0 for a task that is not from a dataset. `part` is
-    the name of the task's part of `data.mixture`; empty without a mixture. `generation_prompt` is the text with which
-    the chat template begins the model's answer, for example `<|im_start|>assistant\n<think>\n`: a completion continues
-    this text. It is set before the completion is scored. Until then, and without a template, it is empty.
+    the name of the task's part of `data.mixture`, or `eval/NAME` for a task of `eval.sets`; otherwise empty.
+    `generation_prompt` is the text with which the chat template begins the model's answer, for example
+    `<|im_start|>assistant\n<think>\n`: a completion continues this text. It is set before the completion is scored.
+    Until then, and without a template, it is empty.
     """
 
     question: str
@@ -129,7 +130,8 @@ def format_prompt(template: str, task: Task) -> str:
     """Returns the text for the model: `template` with `{question}` and the task's scalar metadata filled in.
 
     Only plain fields are allowed, no attributes or indices, because the metadata may come from an untrusted file.
-    Raises ConfigError for a malformed template, and for a field that the task does not have.
+    Raises ConfigError for a malformed template, and for a field that the task does not have or whose value does not fit
+    the template's format.
     """
     fields, key, named = _fields_of(task), "data.prompt_template", f"row {task.row}" if task.row else "a task"
     for name in _names_in(template):

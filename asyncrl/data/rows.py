@@ -24,7 +24,8 @@ MAX_ROW_BYTES = 2**20
 """Longest line of a file that `jsonl_rows` reads. A longer line is a bad row, because it means a broken file."""
 
 FIRST_ROWS = 100
-"""The number of rows that are checked first. If all of them are bad, the dataset has another format and is refused."""
+"""Rows at the beginning of a dataset that show what it is like. If all of them are bad, it has another format, and
+`read_rows` refuses it. `asyncrl config check` reads only these rows, and `asyncrl init` finds the columns in them."""
 
 READ = ("prompt", "messages", "answer")
 """The keys of a row that are read. `data.columns` maps each of them to the name that it has in a dataset."""
@@ -52,7 +53,7 @@ Row = Task | Mapping[str, Any] | BadRow
 
 def jsonl_rows(path: Path) -> Iterator[Row]:
     """Yields the rows of a file with one JSON object a line. A row is a BadRow if it is `blank`, `too_large`, or
-    `bad_json` (also for bad UTF-8). Raises DatasetError, which names the file, if it cannot be read."""
+    `bad_json` (also for bad UTF-8). Raises DatasetError, which names the file, if it cannot be opened."""
     try:
         file = path.open("rb")
     except OSError as error:
@@ -266,12 +267,12 @@ LIKELY: Mapping[str, Sequence[str]] = {
 }
 """Names that datasets often have instead of `prompt`, `answer` and `system_prompt`, the likeliest first."""
 NO_ANSWER = "none"
-"""Value of the option --answer for a dataset without answers."""
+"""Value of the option --answer of `asyncrl init` for a dataset without answers."""
 
 
 def columns_for(names: Sequence[str], *, prompt: str | None, answer: str | None, source: str) -> dict[str, str | None]:
     """Returns `data.columns` for a dataset with the columns `names`. `prompt` and `answer` are the user's choices, the
-    options --prompt and --answer. Without a choice, a column of `LIKELY` is taken.
+    options --prompt and --answer of `asyncrl init`. Without a choice, a column of `LIKELY` is taken.
 
     A column that has the name that asyncrl reads needs no entry. A conversation (`messages`) needs no column of
     answers, because it may end with its answer. Raises ConfigError if a choice is not one of the columns, or if no

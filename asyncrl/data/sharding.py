@@ -40,7 +40,7 @@ class SequencePackingArgs(TypedDict):
     """Micro-batches whose rows are concatenated without padding between them.
 
     `algorithm` is one of `asyncrl.data.packing`. Each row is rounded up to a multiple of `sequence_length_pad_multiple`
-    tokens.
+    tokens. `input_lengths_key` names the column [B] of lengths; `input_key` is not read.
     """
 
     max_tokens_per_microbatch: int
@@ -146,8 +146,8 @@ def _chunks(total_rows: int, *, shards: int, batch_size: int | None, even: bool)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """One shard's part of one chunk. `micro_batches` has (rows, tokens) of each micro-batch, in order; it is empty in
-    the mode without micro-batches."""
+    """One shard's part of one chunk. `micro_batches` has (number of rows, length) of each micro-batch, in order, with
+    the lengths of `ShardPlan.micro_batch_lengths`; it is empty in the mode without micro-batches."""
 
     rows: Sequence[int]
     micro_batches: Sequence[tuple[int, int]] = ()

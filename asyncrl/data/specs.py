@@ -14,7 +14,7 @@ import torch
 from asyncrl.data.batched_data_dict import BatchedDataDict
 
 NO_VERSION = -1
-"""Value of `weight_versions` for prompt and padding tokens, which no policy has sampled."""
+"""Value of `weight_versions` for tokens that no policy has sampled: of prompts, of environments, and of padding."""
 
 SUPPORT = "support_ids"
 """Column of the supports, with `generator.top_k`: the ids of the tokens among which each token was sampled."""
@@ -23,7 +23,7 @@ TOP_IDS, TOP_LOGPROBS = "top_ids", "top_logprobs"
 likely one first, and their log-probs under the distribution from which it was sampled."""
 NO_TOKEN = -1
 """Value of `support_ids` and `top_ids` in the unused places behind the last token of a list, and in all places of
-prompt and padding tokens, which have no list. `top_logprobs` is 0 in these places."""
+tokens that were not sampled, which have no list. `top_logprobs` is 0 in these places."""
 WIDE_FIELDS = (SUPPORT, TOP_IDS, TOP_LOGPROBS)
 """The columns that have several numbers for each token (`Config.widths`)."""
 
@@ -41,7 +41,7 @@ GENERATED_FIELDS = ("input_ids", "input_lengths", "generation_logprobs", "weight
 row keys."""
 
 LP_SEED_FIELDS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
-"""The columns that a log-prob stage reads."""
+"""The columns that each pass of a model over the rows reads: for log-probs, for a critic's values, and for training."""
 
 CRITIC_FIELDS = ("rewards", "values", "returns")
 """The columns that the stages of a critic write: a reward for each row [B], and for each token [B, S] the critic's

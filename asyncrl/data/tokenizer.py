@@ -169,9 +169,10 @@ def encode_prompt(tokenizer: Any, prompt: Input, *, tools: Tools = ()) -> list[i
 def encode_prompts(tokenizer: Any, prompts: Sequence[Input], *, tools: Tools = ()) -> list[list[int]]:
     """Returns the token ids of each prompt. A fast tokenizer needs half the time of separate calls for each prompt.
 
-    With a chat template, a text becomes the message of a user, and the template gets the `tools`. The token that begins
-    sequences (BOS) is removed from the beginning of a text if the template or the tokenizer writes it too. Raises
-    DatasetError for prompts of messages if the tokenizer has no template.
+    With a chat template, a text becomes the message of a user, and the template gets the `tools`; without a template,
+    the `tools` are ignored. The token that begins sequences (BOS) is removed from the beginning of a text if the
+    template or the tokenizer writes it too. Raises DatasetError for prompts of messages if the tokenizer has no
+    template.
     """
     if not prompts:
         return []

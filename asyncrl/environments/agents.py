@@ -38,7 +38,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     """The model, as an agent sees it. Each sample of a group has its own session, which ends with the sample.
 
     `base_url` (which ends with `/v1`), `api_key` and `model` are for any client of OpenAI's interface. The run's
-    sampling settings apply, and those of a client are ignored.
+    sampling settings apply. Of a client's, only the stop strings and a lower limit of tokens count.
     """
 
     base_url: str
@@ -49,7 +49,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), **options: Any
     ) -> dict[str, Any]:
         """Returns the model's message that follows `messages`, with the keys `role`, `content` and, if it calls tools,
-        `tool_calls`. Append it to `messages` unchanged: the next call then continues this conversation.
+        `tool_calls`. Append it to `messages` unchanged: the next call then continues this conversation. `options` are
+        further fields of the call, such as `stop` and `max_tokens`.
 
         Raises RuntimeError with the server's message if the call is refused, for example beyond
         `environment.max_turns` or `model.max_length`.
@@ -104,7 +105,7 @@ def as_reward(agent: Agent, *, named: str, tools: Sequence[dict[str, Any]] = ())
 
     An agent that is not a coroutine function runs in a thread. `named` is the setting that names the agent. `tools` are
     those descriptions of its tools that are known before the first episode. Raises ConfigError if the agent cannot be
-    called with a session and a task.
+    called with a session and a task, or has parameters like a reward.
     """
     try:
         signature = inspect.signature(agent)

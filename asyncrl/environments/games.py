@@ -240,7 +240,7 @@ def _asked(task: Task) -> dict[str, Any]:
 def calculated(expression: str) -> int | float:
     """Returns the value of an expression of numbers, `+ - * /` and parentheses.
 
-    Raises ValueError for any other expression, and for numbers beyond 10¹². Runs no code.
+    Raises ValueError for any other expression, for a division by zero, and for numbers beyond 10¹². Runs no code.
 
     >>> calculated("2 * (3 + 4)")
     14

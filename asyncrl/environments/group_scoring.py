@@ -1,7 +1,8 @@
 """Scores groups in the scoring process, with a reward function of any form.
 
-Unless the function ends the process, each completion gets an outcome: one finite float, the components of its reward,
-or one failure. The failure of one completion does not end the scoring of the others.
+Each completion gets an outcome: one finite float, the components of its reward, or one failure. The failure of one
+completion does not end the scoring of the others. But some completions get no outcome from this process if the function
+ends it, or leaves it unusable (`Reply.retire`).
 """
 
 import asyncio
@@ -52,7 +53,8 @@ class _Call(NamedTuple):
 class GroupScoring:
     """Scores requests one after the other, in the thread that created the object.
 
-    Calls `send` with the replies to a request, and `begin` with the number of a completion when its scoring begins.
+    Calls `send` with the replies to a request, and `begin` with the number of a completion when its scoring begins. For
+    an asynchronous reward, `begin` is called as `_Steps` describes it.
     `withheld` names the environment variables that exist in the generator's process only; errors name them as hints.
     Asynchronous rewards always run in the same event loop, so that a client that they keep between calls stays usable.
     """

@@ -88,7 +88,8 @@ _BUILT_IN = {
 
 
 def build_environment(section: EnvironmentSection) -> "Environment | AgentEnvironment":
-    """Builds the environment `environment.name` with `environment.options`. Raises ConfigError if either is wrong."""
+    """Builds the environment `environment.name` with `environment.options`. Raises ConfigError if either is wrong.
+    Errors that the environment itself raises pass through."""
     factory = resolve(_BUILT_IN.get(section.name, section.name), key="environment.name")
     needs = (
         "an environment needs the methods tasks(seed) and score(task, completion), or tasks(seed) and "
@@ -104,8 +105,8 @@ def build_environment(section: EnvironmentSection) -> "Environment | AgentEnviro
 
 def build_demonstrations(config: Config) -> list[Demonstration]:
     """Returns the demonstrations of the environment; an empty list if it has no method `demonstrations`, and in a
-    mixture. The list is also empty if the run takes neither its tasks nor its rewards from the environment, which is
-    then not built."""
+    mixture. The list is also empty, and the environment is not built, if the tasks are not from the environment and the
+    config sets an agent, tools or rewards."""
     section = config.environment
     replaced = section.agent is not None or section.has_tools or section.reward is not None or section.rewards
     if config.data.mixture or (replaced and config.data.dataset != "environment"):
@@ -116,11 +117,12 @@ def build_demonstrations(config: Config) -> list[Demonstration]:
 
 def build_reward(section: EnvironmentSection) -> RewardFunction:
     """Returns the code that gives completions their rewards: the agent `environment.agent`, the agent that calls
-    `environment.tools`, the function of `environment.rewards` or `environment.reward`, or the environment's own `score`
-    or `run`.
+    `environment.tools`, the functions of `environment.rewards`, the function `environment.reward`, or the environment's
+    own `score` or `run`.
 
     The environment is built only for its own `score` or `run`. Raises ConfigError when a function does not exist or
-    cannot be called as a reward, or when an agent cannot be called as an agent.
+    cannot be called as a reward, or when an agent or a tool cannot be called as such. Raises the errors of
+    `build_environment`.
     """
     named = subject(section)
     if section.agent is not None:

@@ -29,7 +29,7 @@ class OpenEnvEnvironment:
     of a message. `action` takes the text of an answer, and returns an action as a dict, or raises ValueError if the
     text is not an action. `system_prompt` comes before the first message. An episode ends after `turns` actions if the
     environment does not end it. `reset` has arguments of the environment's reset for all tasks. There are `size` tasks,
-    each with a seed of its own.
+    each with a seed of its own. `search_path` has folders with modules that are not installed.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class OpenEnvEnvironment:
         return [Task(question=f"{text} #{each['seed']}", answer="", metadata={"reset": each}) for each in arguments]
 
     async def run(self, session: Session, task: Task) -> float:
-        """Plays one episode, and returns the sum of its rewards. If the environment does not accept an answer as an
-        action, the episode ends there, and the rewards so far count."""
+        """Plays one episode, and returns the sum of its rewards. If an answer of the model is not an action, or the
+        environment does not accept the action, the episode ends there, and the rewards so far count."""
         episode, total = next(self._numbers), 0.0
         arguments = {**self._reset, **task.metadata.get("reset", {})}
         messages: list[dict[str, Any]] = []

@@ -44,8 +44,9 @@ class Part:
                     await self._server.wait()
 
     async def answer(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Resets or steps the session of an episode, or closes it. Returns what the environment shows, and `invalid`
-        with the reason if the environment does not accept the action."""
+        """Resets or steps the session of an episode, or closes it. Returns what the environment shows; after a reset
+        also `fields`, the names of an action's fields. Returns only `invalid`, with the reason, if the environment
+        does not accept the action, and nothing after closing."""
         episode = order["episode"]
         if order["what"] == "close":
             await self._close(episode)

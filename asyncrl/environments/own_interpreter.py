@@ -55,8 +55,8 @@ class OwnInterpreter:
         self._process: Process | None = None
 
     def once(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Starts a process that answers only this order, and returns the answer. Raises ConfigError with the error of
-        the package."""
+        """Starts a process that answers only this order, and returns the answer. Raises ConfigError with the cause if
+        the process cannot start, fails, or has not ended after `START_TIMEOUT_S`, or if the package raises an error."""
         try:
             done = subprocess.run(
                 [*self._command, json.dumps({"id": 0, **order})],
@@ -103,7 +103,8 @@ class OwnInterpreter:
 @dataclass(eq=False)
 class Process:
     """A process of the interpreter. `awaited` has the answers that are still to come, with the number of their request
-    as key. `left` is the number of episodes that it may still begin; None without a limit."""
+    as key. `left` is the number of episodes that it may still begin; None without a limit. `episodes` counts the
+    episodes that run now, and `asked` all orders that were sent."""
 
     package: str
     process: asyncio.subprocess.Process

@@ -4,9 +4,9 @@
 
 PART is a file with a class `Part`. OPTIONS are its keyword arguments as JSON. Its method `serving` returns an async
 context manager, and its method `answer` is a coroutine function that takes an order and returns the answer. Each line
-of the input is an order as a JSON object, and each line of the output is the answer to the order with the same `id`.
-An order `{"what": "stop", "of": N}` cancels the order with the id N. The program ends when its input ends, or after
-ORDER, if there is one.
+of the input is an order as a JSON object, and each line of the output is the answer to the order with the same `id`. If
+`answer` raises an error, the answer has it as `error`. An order `{"what": "stop", "of": N}` cancels the order with the
+id N, which then gets no answer. The program ends when its input ends, or after ORDER, if there is one.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ class Orders:
         self._running: dict[int, asyncio.Task[None]] = {}
 
     async def follow(self) -> None:
-        """Follows the orders of the input until there are no more."""
+        """Follows the orders of the input until it ends, and then cancels those that still run."""
         async with self._part.serving():
             while line := await asyncio.to_thread(sys.stdin.readline):
                 order = json.loads(line)

@@ -27,7 +27,7 @@ def described_tools(section: EnvironmentSection) -> PromptTools:
     start with the first episode.
 
     A scoring process makes the descriptions, because it may import the user's functions. Raises ConfigError for a
-    function that cannot be a tool, and if the process does not start.
+    function that cannot be a tool, for rewards that cannot be built, and if the process does not start.
     """
     if not section.tools:
         return ()

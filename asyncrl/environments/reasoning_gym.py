@@ -29,8 +29,9 @@ class ReasoningGym:
     """One reasoning-gym dataset.
 
     `task` is the dataset's name, `size` the number of entries (some may repeat, if the library's generator repeats
-    itself), and `task_options` the dataset's own options. With `exact` a reward is 1.0 or 0.0. Without it the reward is
-    the library's partial credit; for example, spell_backward gives credit for single letters in the right place.
+    itself), and `task_options` the dataset's own options. With `exact` a reward is 1.0 for full credit, and else 0.0.
+    Without it the reward is the library's partial credit; for example, spell_backward gives credit for single letters
+    in the right place.
     """
 
     def __init__(
@@ -49,7 +50,8 @@ class ReasoningGym:
 
     def tasks(self, seed: int) -> Sequence[Task]:
         """Returns `size` tasks. With the seed s, the library makes entry i from the number s + i. This method gives it
-        the seed s = `seed` · `size`, so that two different seeds never use the same number."""
+        the seed s = `seed` · `size`, so that two different seeds never use the same number. Raises ConfigError if
+        scoring needs metadata that JSON cannot represent."""
         dataset = self._dataset(seed=seed * self._size)
         entries = [dataset[index] for index in range(self._size)]
         for entry in entries[:_CHECKED_ENTRIES]:
@@ -57,7 +59,8 @@ class ReasoningGym:
         return [_task(entry) for entry in entries]
 
     def score(self, task: Task, completion: str) -> float:
-        """Returns the library's score of the completion. White space at the completion's ends is removed first."""
+        """Returns the library's score of the completion; with `exact`, 1.0 if this is at least 1, and else 0.0. White
+        space at the completion's ends is removed first."""
         entry = {"question": task.question, "answer": task.answer or None, "metadata": task.metadata}
         score = float(self._scorer.score_answer(completion.strip(), entry))
         return float(score >= 1.0) if self._exact else score
@@ -81,7 +84,8 @@ class ReasoningGym:
             raise ConfigError(f"{_OPTIONS_KEY}: {self._name} refuses {self._options} ({error})") from error
 
     def _check_json(self, entry: dict[str, Any]) -> None:
-        """Refuses datasets whose scoring needs tuples, which JSON turns into lists: every reward would be wrong."""
+        """Refuses datasets whose scoring needs metadata that JSON changes or cannot hold, such as tuples, which become
+        lists: rewards would be wrong. It scores the answers of the first entries before and after JSON."""
         try:
             carried = self._scorer.score_answer(entry["answer"], json.loads(json.dumps(entry)))
         except (TypeError, ValueError) as error:

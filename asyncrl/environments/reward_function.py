@@ -5,9 +5,9 @@
     def reward(task, completions) -> list[float]           called once for a group
     async def reward(task, completions) -> list[float]     the same, awaited
 
-Async calls run in one event loop. An environment's `score` method may have the same four forms. The name of the second
-parameter tells whether the function takes one completion or a group. A function that cannot be called with two
-arguments is refused before any scoring.
+In place of a float, a reward may be a dict of components by name. Async calls run in one event loop. An environment's
+`score` method may have the same four forms. The name of the second parameter tells whether the function takes one
+completion or a group. A function that cannot be called with two arguments is refused before any scoring.
 """
 
 import inspect
@@ -58,7 +58,8 @@ class RewardFunction:
 
 
 def subject(section: EnvironmentSection) -> str:
-    """Returns the setting that names the reward code. Every error of reward code begins with it."""
+    """Returns the setting that names the reward code. Errors of reward code begin with it, or with the text of `caller`
+    or `TermFailed`."""
     if section.agent is not None:
         return f"environment.agent = {section.agent}"
     if section.rewards:
@@ -78,7 +79,8 @@ def caller(section: EnvironmentSection) -> str:
 def reward_function(function: Callable[..., Any], *, named: str) -> RewardFunction:
     """Returns `function` with its form. `named` is the setting that names it, `key = value`.
 
-    Raises ConfigError if it is a class, or if it cannot be called with a task and a completion.
+    Raises ConfigError if it is a class, if it cannot be called with a task and a completion, or if its parameters are
+    like those of an agent or of a reward for TRL.
     """
     if isinstance(function, type):
         raise ConfigError(f"{named} is a class, and not a function; a reward takes {_TAKEN}")
@@ -135,7 +137,8 @@ def _trl_message(key: str, path: str, signature: inspect.Signature, *, asynchron
 
 
 def _trl_arguments(signature: inspect.Signature) -> dict[str, str]:
-    """Returns the arguments that an adapter passes: prompts, completions, answer, and other required parameters."""
+    """Returns the arguments that an adapter passes, as Python expressions by name: prompts, completions, answer, and
+    other required parameters."""
     known = {"prompts": "[task.prompt] * n", "completions": "completions", "answer": "[task.answer] * n"}
     arguments: dict[str, str] = {}
     for name, parameter in signature.parameters.items():

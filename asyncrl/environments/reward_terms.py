@@ -11,7 +11,8 @@ from asyncrl.environments.reward_values import listed
 
 
 class TermFailed(Exception):
-    """One of several rewards raised `cause`. `who` is the setting that names this reward, for the message."""
+    """One of several rewards raised `cause`, or the reward of an episode with tools did. `who` is the setting that
+    names the reward, for the message."""
 
     def __init__(self, who: str, cause: Exception) -> None:
         super().__init__(who)

@@ -23,7 +23,7 @@ class Unusable(Exception):
 
 
 def number(value: object, *, at: str) -> float:
-    """Returns a reward as a finite float. `at` says in errors where the value stood.
+    """Returns a reward as a finite float. `at` says in errors where the value stood. Raises Unusable for other values.
 
     A NumPy scalar, or an array or tensor with a single value and no dimension, counts as its value.
     """
@@ -41,7 +41,8 @@ def number(value: object, *, at: str) -> float:
 
 
 def listed(value: object, count: int) -> list[object]:
-    """Returns the rewards that a batched call returned for `count` completions as a list."""
+    """Returns the rewards that a batched call returned for `count` completions as a list. Raises Unusable if `value` is
+    not a list or the like with `count` entries."""
     if hasattr(value, "tolist"):  # a NumPy array or a torch tensor
         value = value.tolist()
     unordered = isinstance(value, str | bytes | Mapping | set)
@@ -77,7 +78,8 @@ def _wanted(value: object) -> str:
 
 
 def components(parts: Mapping[object, object], *, weights: Mapping[str, float], at: str) -> Components:
-    """Returns the components of a reward, and their sum, in which each counts by its weight (1 if it has none)."""
+    """Returns the components of a reward, and their sum, in which each counts by its weight (1 if it has none). Raises
+    Unusable if `parts` is empty, a name or a value cannot be used, or the sum is not finite."""
     parts = dict(parts)
     if not parts:
         raise Unusable(RewardFailure.WRONG_TYPE, f"returned an empty dict{at}; name each component of the reward")

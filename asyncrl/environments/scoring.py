@@ -1,12 +1,13 @@
 """Scoring in processes that can be killed: reward code may raise, hang, crash, fork or use too much memory.
 docs/faults.md, F19, says what happens then.
 
-Reward code runs in the processes of `scoring_worker.py`. `Scorer` gives each process one group at a time, or several
-groups at once if the reward is async. A completion may take `environment.score_timeout_s` of wall-clock time. `Scorer`
-kills and replaces a process that exceeds this limit or dies, together with all processes that it has started, and the
-new process scores the completions that are left. A completion that took too long is scored once more. Requests and
-replies are JSON. Lines that reward code prints are passed on. `Scorer` cannot kill code that leaves its process tree
-and session on purpose, and it does not limit access to the file system or the network.
+Reward code runs in the processes of `scoring_worker.py`. `Scorer` gives each process one group or one completion at a
+time, or several groups at once if the reward is async. A completion may take `environment.score_timeout_s` of
+wall-clock time. `Scorer` kills and replaces a process that exceeds this limit or dies, together with all processes that
+it has started, and the new process scores the completions that are left. A completion that took too long may be scored
+once more (`Scorer.score`). Requests and replies are JSON. Lines that reward code prints are passed on. `Scorer` cannot
+kill code that leaves its process tree and session on purpose, and it does not limit access to the file system or the
+network.
 
 Each process has a thread of its own, and not a task of the caller's event loop:
 
@@ -100,8 +101,9 @@ class Scorer:
 
         A completion that exceeds its time limit is scored once more, because the machine may have been busy; an episode
         of an agent is not. A reward that takes one completion at a time is not called again if all completions of the
-        group have failed, because it may always hang. With `environment.on_error: fail` nothing is scored again, and
-        completions whose scoring has not begun may get the error of another completion.
+        group have failed, because it may always hang. With `environment.on_error: fail` nothing is scored again. With
+        it, or when the reward has ended `GIVEN_UP_AFTER` processes in a row, completions whose scoring has not begun
+        may get the error of another completion.
 
         Raises DataError when the group cannot be sent to a process. Raises InfraError with the reason
         `scorer_unavailable` when no process can be started, and `scorer_closed` after `close`.

@@ -198,7 +198,7 @@ _log = logging.getLogger(__name__)
 
 
 class Died(Exception):
-    """The process has ended, or sent an unexpected message."""
+    """The process has ended, closed its connection, or sent an unexpected message."""
 
 
 class Late(Exception):
@@ -256,8 +256,8 @@ class ScoringChild:
             raise Died("closed its connection") from error
 
     def receive(self, kind: type[Message], *, deadline: Callable[[], float]) -> Message:
-        """Receives one message. Watches the process as well as the socket, because a forked child may keep the socket
-        open after the process has died."""
+        """Receives one message. Raises Late at the deadline, and Died. Watches the process as well as the socket,
+        because a forked child may keep the socket open after the process has died."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         poll.register(self._death, select.POLLIN)

@@ -20,9 +20,10 @@ MAX_REPLY_BYTES = 16 * 2**20
 """Longest message from a scoring process. Reward code can write to the socket, and a decoded message needs up to 20
 times its length."""
 MAX_FAILURE_CHARS = 4_000
-"""Longest message of a failure, and longest reason to replace a process. They are shown and written to records."""
+"""Longest message of a failure, error of a start, and reason to replace a process. They are shown and written to
+records."""
 MAX_COMPONENTS = 64
-"""Components of the rewards of a run. Each of them is a curve, and a series in Prometheus."""
+"""Most names of components in the rewards of a run. Each of them is a curve, and a series in Prometheus."""
 MAX_COMPONENT_NAME_CHARS = 200
 
 
@@ -81,8 +82,9 @@ class Components(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Why a completion has no reward. If `of_call` is True, a call for several completions failed as a whole. `error`
-    is the type of the error that the reward raised, if it raised one."""
+    """Why a completion has no reward. If `of_call` is True, the failure may be of other completions: a call for several
+    of them failed as a whole, or this one was not scored because others had failed. `error` is the type of the error
+    that the reward raised, if it raised one."""
 
     reason: RewardFailure
     message: _Text

@@ -93,7 +93,11 @@ class ScoringProcess:
         """How the reward is called. It is valid after the first start of a process."""
 
     def start(self) -> None:
-        """Makes sure that a process is alive and ready for requests. Starts or replaces it if needed."""
+        """Makes sure that a process is alive and ready for requests. Starts or replaces it if needed.
+
+        Raises ConfigError if the reward cannot be built. Raises InfraError with the reason `scorer_unavailable` if the
+        process is not ready within `START_TIMEOUT_S`, and `scorer_closed` if `closing` is set.
+        """
         if self.closing.is_set():
             raise closed()
         if self._child is not None:
@@ -125,7 +129,7 @@ class ScoringProcess:
 
         If a completion ends the process or exceeds its time limit, the scores that are known are kept, and a new
         process scores the other completions. If the reward has done so too often in a row (`gives_up`), the other
-        completions get the same error.
+        completions get the same error. Raises the errors of `start`.
         """
         scores = Scores(groups)
         while scores.open:
@@ -244,6 +248,7 @@ class ScoringProcess:
 
         If the reward takes one completion after the other, the deadline moves with the progress: each completion has
         `score_timeout_s` from its beginning. The deadline never exceeds the limits of all completions together.
+        Otherwise it is fixed: the limit of the longest call, and for an asynchronous reward `_AWAITED_GRACE_S` more.
         """
         timeout_s = self.section.score_timeout_s
         progress.begin(0)

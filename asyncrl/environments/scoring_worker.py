@@ -37,7 +37,7 @@ from asyncrl.shown_text import hide, redacted
 from asyncrl.user_code import describe_error
 
 _SPARE_PROCESSES = 512
-"""Processes and threads that reward code may add to those that the user already has."""
+"""Processes and threads that reward code may add to those that the Unix user already has."""
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 _LANDLOCK_CREATE_RULESET = 444
@@ -47,7 +47,8 @@ _LANDLOCK_SCOPE_SIGNAL = 2
 
 
 def main(connection: socket.socket, *, parent_pid: int, progress: Progress) -> None:
-    """Serves requests until the parent closes its end of the socket."""
+    """Serves requests until the parent closes its end of the socket. If the reward cannot be built, sends the error and
+    returns."""
     _die_with(parent_pid)
     _scope_signals()
     for stream in (sys.stdout, sys.stderr):

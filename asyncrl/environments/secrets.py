@@ -1,7 +1,8 @@
 """Passes the environment variables of `environment.secrets` from a command to its scoring processes only.
 
 The command that starts generators reads the values and sends them to its replicas, which give them to the scoring
-processes. The values are not in any file, log or error: each of these processes redacts what it shows.
+processes. Each of these processes redacts the values in what it shows, so they are not in files, logs or errors. Values
+with fewer than 8 characters are not redacted.
 """
 
 import json
@@ -97,7 +98,7 @@ def hide_secrets(section: EnvironmentSection, environ: Mapping[str, str]) -> Non
 
 def secrets_hint(error: BaseException, withheld: Collection[str]) -> str:
     """Returns the end of the message about `error`, if reward code did not find an environment variable, or could not
-    connect; otherwise "".
+    connect and a withheld variable may be the cause; otherwise "".
 
     `withheld` are the variables that exist in the generator's process but not in scoring processes.
     """

@@ -1,8 +1,9 @@
 """Tools of the model: Python functions and MCP servers. An agent of asyncrl calls them and asks the model again.
 
-An answer of the model may call tools. Their results are appended to the conversation, until an answer calls none. The
-run's rewards score this answer. Functions run in the scoring process. An MCP server (modelcontextprotocol.io) is a
-program that the scoring process starts, or an address; the package mcp talks to it.
+An answer of the model may call tools. Their results are appended to the conversation, until an answer calls none or is
+the last one that `environment.max_turns` allows. The run's rewards score the last answer. Functions run in the scoring
+process. An MCP server (modelcontextprotocol.io) is a program that the scoring process starts, or an address; the
+package mcp talks to it.
 """
 
 import asyncio
@@ -32,8 +33,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.user_code import describe_error, type_and_text
 
 HUNG_THREADS = 32
-"""The most calls of tools that may run in threads of a process when one of them exceeds its time limit. With more, they
-count as hung, and the process ends."""
+"""The most calls of tools that may run in threads of a process when one of them is cancelled, for example at its time
+limit. With more, they count as hung, and the process ends."""
 
 Call = Callable[[Mapping[str, Any]], Awaitable[object]]
 """Calls a tool with its arguments."""
@@ -103,8 +104,8 @@ class ToolAgent:
 
     async def _result(self, call: Mapping[str, Any]) -> tuple[dict[str, Any], ToolFailure | None]:
         """Returns the message with the result of a call, or with what was wrong, which the model reads. Also returns
-        the failure of the tool, if it raised or was late. A call with wrong arguments is not a failure of the
-        tool."""
+        the failure of the tool, if it raised, was late, or is of an MCP server that answered with an error; otherwise
+        None. A call of an unknown tool, or of a function with wrong arguments, is not a failure of the tool."""
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         limit_s = self._section.tool_timeout_s
         tool = self._calls.get(name)
@@ -155,7 +156,7 @@ class _ServerError(Exception):
 
 
 class _Raised(Exception):
-    """Carries an `error` that a tool raised in its thread and that a future of asyncio cannot hold."""
+    """Carries an `error` that a tool raised in its thread and that a future of asyncio must not hold."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
@@ -226,8 +227,8 @@ _running: set[Future[object]] = set()
 
 
 async def _in_thread(work: Callable[[], object], *, named: str) -> object:
-    """Runs `work` in a thread of its own. A thread that hangs cannot be ended. If too many threads hang, this process
-    ends, and the generator replaces it."""
+    """Runs `work` in a thread of its own. A thread that hangs cannot be ended. If the caller is cancelled while more
+    than `HUNG_THREADS` such threads run, this process ends, and the generator replaces it."""
     call: Future[object] = Future()
     call.set_running_or_notify_cancel()  # the thread goes on if the caller is cancelled
     call.add_done_callback(_running.discard)

@@ -126,15 +126,17 @@ async def judge(
     """Asks a model behind an OpenAI-compatible `url` (`http://host:8000/v1`), and returns the score on the last line of
     its answer.
 
-    The request is `prompt`, followed by `JUDGE_FORM`, which asks for that line. `prompt` has the fields `{question}`,
-    `{answer}` and `{completion}`, and one for each key of the task's metadata. Other texts in braces stay as they are.
+    The request is `prompt`, followed by `JUDGE_FORM`, which asks for that line. `prompt` has the fields `{question}`
+    (the task's prompt), `{answer}` and `{completion}`, and one for each key of the task's metadata. Other texts in
+    braces stay as they are.
     `key_variable` names the environment variable with the key, and `url_variable` the one with the URL, if there is no
     `url`. `environment.secrets` must list them. A scoring process sends at most `most_per_s` requests a second.
     Requests that fail for a temporary reason are repeated for `time_limit_s` seconds. In `environment.rewards`, its
     default is 0.9 of `environment.score_timeout_s`, so that the server's error is known before the scoring is ended.
 
     Raises ValueError if the answer has no score, if it was cut, or unless exactly one of `url` and `url_variable` is
-    set. Raises TimeoutError at the time limit, and JudgeRefused if the server refuses the request.
+    set. Raises KeyError if a named variable is not set, TimeoutError at the time limit, and JudgeRefused if the server
+    refuses the request.
     """
     if bool(url) == bool(url_variable):
         raise ValueError(
@@ -160,8 +162,8 @@ async def judge(
 async def _asked(client: Any, throttle: Any, request: Mapping[str, Any], *, time_limit_s: float) -> Any:
     """Sends a request until it succeeds, and returns the reply.
 
-    Raises TimeoutError after `time_limit_s` seconds, or before if the server asks for a longer pause. Raises
-    JudgeRefused for a request that would fail again.
+    Raises TimeoutError after `time_limit_s` seconds, or before if the pause until the next try would last longer than
+    the rest of this time. Raises JudgeRefused for a request that would fail again.
     """
     from openai import APIConnectionError, APIStatusError, APITimeoutError
 
@@ -222,7 +224,7 @@ _LONGEST_PAUSE_S = 8.0
 def retry_pause_s(headers: Mapping[str, str], *, tries: int, now_s: float) -> float:
     """Returns the seconds until the next try: those for which the server asks (`retry-after-ms`, `retry-after` as
     seconds or as a date). Otherwise 0.5 s, doubled with each try up to `_LONGEST_PAUSE_S`, times a random factor from
-    0.5 to 1. `now_s` is Unix time.
+    0.5 to 1. `tries` is the number of tries before the one that failed last. `now_s` is Unix time.
 
     >>> retry_pause_s({"retry-after": "30"}, tries=0, now_s=0.0)
     30.0

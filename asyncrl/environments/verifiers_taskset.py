@@ -39,7 +39,8 @@ class VerifiersTaskset:
         )
 
     def tasks(self, seed: int) -> Sequence[Task]:
-        """Returns the tasks in the order of the taskset. Raises ConfigError if verifiers cannot load it."""
+        """Returns the tasks in the order of the taskset, for any `seed`. Raises ConfigError if verifiers cannot load
+        it."""
         del seed
         shown = self._interpreter.once({"what": "tasks"})["tasks"]
         return [

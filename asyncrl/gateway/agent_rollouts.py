@@ -37,8 +37,9 @@ from asyncrl.generation.prefixes import hash_of, joined, turns_of
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Turn:
-    """A call of an agent of `group`, and its answer. `stored` is what an earlier attempt has stored of the answer.
-    `asked` is True from the call on, and `answer` is set when the answer is complete."""
+    """A call of an agent of `group`, and its answer. `call` is the id of what the call asks for (`call_of`). `stored`
+    is what an earlier attempt has stored of the answer. `asked` is True from the call on, unless the call fails, and
+    `answer` is set when the answer is complete."""
 
     call: int
     group: "GroupProgress"
@@ -240,7 +241,7 @@ class AgentRollouts:
         stopped at a limit. An agent that goes back and continues an earlier part of its conversation in another way
         makes a branch of its episode.
 
-        Raises InfraError if the engine or the gateway failed.
+        Raises InfraError if the engine or the gateway failed, and the errors of `Scorer.score`.
         """
         environment = all_configs(self.config)[task.part].environment
         began_s = time.monotonic()

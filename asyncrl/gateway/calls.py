@@ -39,7 +39,7 @@ def _asked_for(body: msgspec.Struct, honoured: Mapping[str, bool]) -> str:
 
 class _OpenAICall(msgspec.Struct, frozen=True, kw_only=True):
     """The fields that the bodies of OpenAI's calls `chat/completions` and `completions` share. The gateway ignores
-    other fields, such as sampling settings."""
+    other fields, such as the temperature."""
 
     max_tokens: _Count | None = None
     stop: _Stop | None = None

@@ -139,8 +139,9 @@ class Conversation:
     """The calls of one session, which are one sample of a group.
 
     A call raises LimitExceeded if it would begin a branch beyond `max_branches`, if its tokens leave no room for an
-    answer in `max_length`, and after `max_calls` calls. Retries that get the turn of an earlier call do not count;
-    calls that a limit refused do.
+    answer in `max_length`, and after `max_calls` calls. Retries that get the turn of an earlier call do not count as
+    calls; calls that the limits of branches and tokens refused do. A call raises other errors if its messages cannot be
+    rendered, such as DataError or an error of the chat template.
     """
 
     def __init__(self, renderer: Renderer, settings: SessionSettings) -> None:
@@ -154,7 +155,7 @@ class Conversation:
 
     @property
     def calls(self) -> int:
-        """Number of the calls, with those that a limit refused, and without retries."""
+        """Number of the calls, with those that the limits of branches and tokens refused, and without retries."""
         return len(self.turns) + self._refused
 
     def call(
@@ -232,7 +233,8 @@ class Conversation:
 
         This is an earlier turn if the call is a `retry`, or if the answer of the last equal call never arrived.
         Otherwise it is a new turn with the `history` and `tools` of the call, and the model answers once more. A call
-        that gets no earlier turn is checked against the limits, also if `same` is empty; `texts` are its texts.
+        that gets no earlier turn is checked against the limits of calls and of characters, also if `same` is empty;
+        `texts` are its texts.
         """
         if same and (retry or (same[-1].reply is not None and not same[-1].delivered)):
             # If one of the equal calls has no answer, it is the one that failed and is tried again.
@@ -275,7 +277,7 @@ class Conversation:
         turn.answered_as = self._answers
 
     def episodes(self) -> Iterator[Episode]:
-        """Yields an episode for each branch, in the order in which the branches ended. If branches share tokens that
+        """Yields an episode for each answered branch, in the order of their last answers. If branches share tokens that
         the model sampled, these are trained in the first episode that has them. In later episodes they are context, as
         the tokens of the environment are."""
         trained: set[int] = set()

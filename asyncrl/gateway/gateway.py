@@ -2,7 +2,7 @@
 
 An agent knows only a URL and a key. Each sample of a group has a session of its own, which ends with the sample. The
 gateway renders messages to tokens (`conversations.py`), lets an engine continue them, and records what was sampled. The
-run's sampling settings apply, and those of a call are ignored.
+run's sampling settings apply. Of a call's, only the stop strings and a lower limit of tokens count.
 """
 
 import asyncio

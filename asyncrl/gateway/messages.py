@@ -16,10 +16,10 @@ class Fork(StrEnum):
     older one.
 
     RESAMPLED: the call repeats an earlier one and is not a retry. TOOLS_CHANGED: the tools differ. THINKING_STRIPPED:
-    the model's thinking was removed from a reply. JSON_REORDERED: the arguments of a tool call are written in another
-    way. COMPACTED: messages were left out. EDITED: a message differs in another way. PARALLEL: another call has
-    continued the same history already. TEMPLATE: the chat template writes the earlier turns in another way when
-    messages follow.
+    the model's thinking was removed from a reply. JSON_REORDERED: the arguments of a tool call, or a reply that is
+    JSON, are written in another way. COMPACTED: messages were left out. EDITED: a message differs in another way.
+    PARALLEL: another call has continued the same history already, or no call has an answer yet. TEMPLATE: the chat
+    template writes the earlier turns in another way when messages follow.
     """
 
     RESAMPLED = "resampled"
@@ -89,7 +89,7 @@ def text_of(message: Message) -> str:
 
 
 def _value(text: Any) -> Any:
-    """Returns the value of a JSON text. Returns the argument unchanged if it is not one."""
+    """Returns the value of a JSON text. Returns `text` unchanged if it is not JSON."""
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError):

@@ -96,7 +96,7 @@ class Renderer:
 
     def first(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """Returns the tokens of a conversation up to the place where the model answers. Raises DataError if the chat
-        template does not write the tools into it."""
+        template does not write the tools into it, and the errors of the template."""
         [messages] = with_one_start(self._tokenizer, [messages])
         if tools and (shown := compact(list(tools))) not in self._written:
             one, other = (self._render(messages, tools=each, tokenize=False) for each in (tools, renamed(tools)))

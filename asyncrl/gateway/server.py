@@ -42,8 +42,8 @@ A body over `MAX_BODY_BYTES` is refused with an answer before that (`read_call`)
 
 
 def most_connections() -> int:
-    """Returns the default of the largest number of connections: 4096, or half of the files that this process may open,
-    because each connection is a file."""
+    """Returns the default of the largest number of connections: 4096, or half of the files that this process may open
+    if that is less, because each connection is a file."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 4096 if files == resource.RLIM_INFINITY else min(4096, files // 2)
 
@@ -165,7 +165,7 @@ class _Connection(HttpToolsProtocol):
 HOST = "127.0.0.1"
 """The gateway listens only on its own machine, because agents run on the node of their replica."""
 CONCURRENCY = 10_000
-"""Calls that the actor serves at once. Each call of an agent waits for its answer."""
+"""Calls of its methods that the actor serves at once. Agents' calls come by HTTP and are not among them."""
 
 
 class GatewayServer:
@@ -242,7 +242,7 @@ class GatewayActor(GatewayServer):
 class RemoteGateway:
     """The gateway of a replica, in a process of its own on the same node, which ends with the replica.
 
-    `open` and `close` raise InfraError if the gateway does not answer.
+    `open` and `close` raise InfraError if the gateway does not answer within `buffer.call_timeout_s`, or has ended.
     """
 
     def __init__(self, *, config: Config, model_path: str, replica: str, logs: Path) -> None:

@@ -54,7 +54,7 @@ class ToolParser:
         prompt of the next turn, which is compared with the prompts of an earlier attempt.
 
         All calls stay in the text if one of them is malformed, if its arguments are not a JSON object (LangChain raises
-        an error for other arguments), or if the parser fails because of a tool's parameters.
+        an error for other arguments), or if the parser raises an error, for example because of a tool's parameters.
 
         Raises DataError if vLLM refuses `tools`.
         """
