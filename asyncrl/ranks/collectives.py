@@ -78,7 +78,7 @@ class Collectives:
             raise refusals[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns one small object of every rank, in rank order. Fails after `learner.collective_timeout_s`."""
+        """Returns one small object of every rank, in rank order."""
         return gather_objects(value, group=self._control)
 
     def gather_on_first(self, value: Any) -> list[Any]:

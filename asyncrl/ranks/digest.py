@@ -249,7 +249,8 @@ def _words(rows: torch.Tensor) -> torch.Tensor:
 
 def _row_sums(bits_NW: torch.Tensor, places: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """Returns for each of N rows the sum of its words times the factors of their columns, plus its length in bytes:
-    without the length, zeros at the end of a row would not count. `factors` are those of the first columns."""
+    without the length, zeros at the end of a row would not count. `places` are the numbers 0, 1, … of the first
+    columns, and `factors` their factors."""
     nbytes = bits_NW.shape[1] * bits_NW.element_size()
     sums_N = torch.full((len(bits_NW),), nbytes, dtype=torch.int64, device=bits_NW.device)
     for left in range(0, bits_NW.shape[1], _WORDS_AT_ONCE):

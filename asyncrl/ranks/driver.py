@@ -1,9 +1,10 @@
 """The driver's side of a sharded model: it cuts the rows for the ranks and combines their results.
 
-A driver has a `RankGroup`, and access to rows. Either the caller passes the rows of a call (`RowsInHand`), or a meta
-names rows on the data plane (`NamedRows`): then the driver handles only their names, and the ranks fetch and write
-them. The policy and the critic share this code, which does not depend on the model. Arguments that no rank can use are
-refused before any rank is called, or by all ranks together. In both cases the ranks stay usable.
+A driver has a `RankGroup`, and may have access to a data plane. Either the caller passes the rows of a call
+(`RowsInHand`), or a meta names rows on the data plane (`NamedRows`): then the driver handles only their names, and the
+ranks fetch and write them. The policy and the critic share this code, which does not depend on the model. Arguments
+that no rank can use are refused before any rank is called, or by all ranks together. In both cases the ranks stay
+usable.
 """
 
 import shutil
@@ -106,7 +107,8 @@ class RankDriver(Generic[WorkerT]):
         self._rows_if_any = rows
 
     def start(self) -> None:
-        """Starts the ranks and loads the model. Raises the errors of `RankGroup.start` and `load_checkpoint`."""
+        """Starts the ranks, and loads the model and, if the constructor got its path, a checkpoint. Raises the errors
+        of `RankGroup.start` and `load_checkpoint`."""
         self._group.start()
         weights_path, optimizer_path = self._first_checkpoint
         if weights_path is not None:
@@ -167,8 +169,9 @@ class RankDriver(Generic[WorkerT]):
     def get_advantages_from_meta(
         self, meta: KVBatchMeta, estimator: TokenEstimator, timer: Timer | None = None
     ) -> None:
-        """Adds the column `advantages` [B, S], whitened over the trained tokens of these rows, and records it in
-        `meta`. A critic also adds `returns`. A policy takes an estimator without a critic, such as `DiscountedReturns`.
+        """Adds the column `advantages` [B, S], whitened over the trained tokens of these rows as `estimator.whitening`
+        says, and records it in `meta`. A critic also adds `returns`. A policy takes an estimator without a critic, such
+        as `DiscountedReturns`.
 
         The rows must have the columns `estimator.reads`. Raises CallRefused if a number is not finite or if `estimator`
         fails. Raises MissingColumns if a column is missing.
@@ -185,7 +188,7 @@ class RankDriver(Generic[WorkerT]):
         self.ranks.call(self._worker.finish_training)
 
     def finish_inference(self, *args: Any, **kwargs: Any) -> None:
-        """Frees the gradients. Scoring keeps no other state."""
+        """Frees the gradients of earlier training. Scoring itself leaves no state that could be freed."""
         ignore_arguments("finish_inference", args, kwargs)
         self.ranks.call(self._worker.finish_training)
 
@@ -204,8 +207,8 @@ class RankDriver(Generic[WorkerT]):
         self.ranks.beside(SAVING, self._worker.write_checkpoint, weights, optimizer, tokenizer)
 
     def check_folder(self, folder: Path) -> None:
-        """Raises CheckpointError unless this process and all ranks can write to `folder` and see each other's files
-        there."""
+        """Raises CheckpointError unless this process can make a folder in `folder`, all ranks can write a file into it,
+        and this process sees these files. Removes the folder afterwards."""
         probe = _absolute(folder) / f"probe-{uuid.uuid4().hex}"
         try:
             probe.mkdir(parents=True)
@@ -225,13 +228,14 @@ class RankDriver(Generic[WorkerT]):
 
     def stage_checkpoint(self) -> None:
         """Copies weights and optimizer on the ranks, for `write_checkpoint`. Call it between two steps. Raises
-        CheckpointError if the last copies are still being written, or if there is no memory for them."""
+        CheckpointError if the last copies are still being written, if there is no memory for new ones, or if the
+        optimizer's state has other names or numbers on another rank."""
         self.ranks.call(self._worker.stage_checkpoint)
 
     def write_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path) -> None:
         """Writes the weights and the optimizer that `stage_checkpoint` copied, to the same files as `save_checkpoint`.
-        It blocks, but another thread may make any other call meanwhile. Raises CheckpointError if they cannot be
-        written; no rank ends."""
+        It blocks for at most `checkpoint.timeout_s`, but another thread may make other calls meanwhile. Raises
+        CheckpointError if they cannot be written in this time; no rank ends."""
         paths = _absolute(weights_path), _absolute(optimizer_path)
         self.ranks.beside(SAVING, self._worker.write_checkpoint, *paths)
 
@@ -332,7 +336,7 @@ class RankDriver(Generic[WorkerT]):
 
         A timer measures the parts `<stage>/shard_data` and `<stage>/ranks`, below the stage that the caller measures.
         `per_update` rows are one update; None if the call has no updates. If the options have a `micro_batch_size`,
-        that number of rows of a rank shares a padded pass.
+        that number of rows of a rank shares a pass.
         """
         settings: Mapping[str, Any] = options
         with timed(timer, f"{stage}/shard_data"):
@@ -343,7 +347,8 @@ class RankDriver(Generic[WorkerT]):
 
 
 def ignore_arguments(call: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Warns about arguments that have no effect in asyncrl, by name, once for each line that makes the call."""
+    """Warns about arguments that have no effect in asyncrl, once for each line that makes the call. The warning has the
+    names of the keywords `kwargs`, and the values of the positional arguments `args`."""
     names = [*(f"positional argument {value!r}" for value in args), *kwargs]
     if names:
         warnings.warn(f"{call}() ignores {', '.join(names)}: asyncrl has no such argument; remove it", stacklevel=3)

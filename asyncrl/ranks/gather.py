@@ -18,8 +18,9 @@ from asyncrl.weights.manifest import ParameterSpec
 
 
 def parameter_specs(model: torch.nn.Module, *, dtype: torch.dtype) -> tuple[ParameterSpec, ...]:
-    """Returns the descriptions of all trained parameters, in the order of `gather_weights`. A tied parameter appears
-    under each of its names: otherwise an engine that stores `lm_head.weight` separately would keep its old value."""
+    """Returns the descriptions of all trained parameters in the precision `dtype`, in the order of `gather_weights`. A
+    tied parameter appears under each of its names: otherwise an engine that stores `lm_head.weight` separately would
+    keep its old value."""
     label = str(dtype).removeprefix("torch.")
     first_names: dict[int, str] = {}
     specs = []
@@ -101,11 +102,12 @@ def own_rows(name: str, tensor: torch.Tensor, *, rank: int) -> tuple[int, torch.
 
 @torch.no_grad()
 def gather_weights(model: torch.nn.Module, *, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, full tensor on the CPU) of every trained parameter. Each tensor is a copy, which later training
-    does not change.
+    """Yields (name, full tensor on the CPU, in the precision `dtype`) of every trained parameter. Each tensor is a
+    copy, which later training does not change.
 
     There is one gather for each parameter. A tied parameter is gathered once, and the same tensor is yielded under each
-    of its names. No other tensor is kept here, so a caller that takes them one by one holds only one in memory.
+    of its names. Only tied tensors are kept until their last name, so a caller that takes the tensors one by one holds
+    only one other in memory.
     """
     reshard(model)
     names_to_come = Counter(id(parameter) for _, parameter in _named_parameters(model))

@@ -45,7 +45,8 @@ STARTUP = "learner.startup_timeout_s"
 """The setting that limits each call by which the ranks start."""
 FIRST_CAUSE_GRACE_S = 3.0
 """Seconds that a failed call waits for further errors if all errors so far are broken connections: the rank that caused
-them may report its own error later."""
+them may report its own error later. A call by `beside` waits so long after any error if it has a deadline, and after
+the death of a rank."""
 CLOSE_TIMEOUT_S = 5.0
 """Seconds for a rank to answer whether it lives, to leave its process group, or to rest. Then its process is killed."""
 
@@ -189,8 +190,8 @@ class RankGroup(Generic[WorkerT]):
         """Places the ranks, or takes over those that an earlier run has kept, and loads the model.
 
         Raises PlacementError if Ray has no resources within `ray.placement_timeout_s`. Raises RunError if a rank fails
-        or takes longer than `learner.startup_timeout_s`. In both cases no rank and no placement group is left. Also
-        raises RunError if the ranks are already started; these ranks go on.
+        or takes longer than `learner.startup_timeout_s` in one of the calls that start it. In both cases no rank and no
+        placement group is left. Also raises RunError if the ranks are already started; these ranks go on.
         """
         if self._placed is not None:
             raise RunError(f"the {self._worker.section}'s ranks are already started: call shutdown() first")
@@ -271,7 +272,8 @@ class RankGroup(Generic[WorkerT]):
         """Calls `function(worker, *args)` on every rank without waiting. Returns references to the results, in rank
         order.
 
-        The function has its own deadline. Its errors are raised where the references are resolved, and end no rank.
+        There is no deadline: the function must have its own. Its errors are raised where the references are resolved,
+        and end no rank.
         """
         return [rank.attempt.remote(function, *args, **options) for rank in self._alive()]
 
@@ -452,7 +454,8 @@ def _root_cause(failures: dict[int, BaseException], *, what: str, section: str) 
 
 
 def _is_broken_connection(error: BaseException) -> bool:
-    """Returns True if a rank failed only because a collective with another rank failed."""
+    """Returns True if the class and the text of an error say that a rank failed only because a collective with another
+    rank failed."""
     if isinstance(error, ray.exceptions.RayActorError):
         return False
     cause = getattr(error, "cause", None) or error

@@ -35,23 +35,24 @@ class TrainedModelInterface(ABC, Generic[LossT_contra]):
         every update was not finite.
 
         `data` has the columns that the loss reads, which `PolicyInterface` and `ValueInterface` list. If `mbs` is
-        given, `mbs` rows of a rank share a padded pass. In eval mode, weights, optimizer and schedule do not change.
+        given, `mbs` rows of a rank share a pass. In eval mode, weights, optimizer and schedule do not change.
 
         Returns a dict:
 
         - `loss` and `grad_norm`: float32, one entry for each update with a trained token;
-        - `all_mb_metrics`: by name, one value for every micro-batch of all ranks. These are the loss's own metrics,
-          `lr`, `wd`, and the `global_valid_seqs` and `global_valid_toks` of the micro-batch's update. The values of one
-          of the loss's own metrics add up to its mean over these updates, unless it is an extreme or an average;
+        - `all_mb_metrics`: by name, one value for every micro-batch of all ranks for which the loss has metrics (if it
+          has none, one value for each rank and update). These are the loss's own metrics, `lr`, `wd`, and the
+          `global_valid_seqs` and `global_valid_toks` of the micro-batch's update. The values of one of the loss's own
+          metrics add up to its mean over these updates, unless it is an extreme or an average;
         - `timing`: seconds by stage;
         - `report`: an `asyncrl.ranks.report.StepReport`.
 
         All errors of arguments leave the ranks alive. Raises AssertionError if the number of rows is not a multiple of
-        `gbs`, if `gbs` is neither a multiple of the number of ranks nor all rows, or if `mbs` is below 1. Raises
-        MissingColumns with the columns that the loss reads and the rows lack. Raises CallRefused with the column, row
-        and value that the model cannot use. Raises LossFailed if the loss raises an error or does not return a scalar
-        and a dict of numbers. Raises RunError, and ends the ranks, if a rank has too little memory, also inside the
-        loss.
+        `gbs`, if `gbs` is neither a multiple of the number of ranks nor all rows, if `mbs` is below 1, or if tensors of
+        two or more dimensions differ in dimension 1. Raises MissingColumns with the columns that the loss reads and the
+        rows lack. Raises CallRefused with the column, row and value that the model cannot use. Raises LossFailed if the
+        loss raises an error or does not return a scalar and a dict of numbers. Raises RunError, and ends the ranks, if
+        a rank has too little memory, also inside the loss.
         """
 
     @abstractmethod

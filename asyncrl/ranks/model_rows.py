@@ -85,7 +85,7 @@ def wide_columns(batch: BatchedDataDict, names: Sequence[str] = WIDE_FIELDS) -> 
 
 def branches_as_rows(batch: BatchedDataDict) -> tuple[BatchedDataDict, Branches | None]:
     """Returns the sequences that the model sees for a batch, with their lengths, and the columns `WIDE_FIELDS` that the
-    rows have. If the rows have branches, also returns these."""
+    rows have. If the rows have branches, also returns these, else None."""
     if BRANCH not in batch:
         return batch, None
     branches = Branches.of(batch)
@@ -135,8 +135,8 @@ class ModelRows:
 
     def at_next_tokens(self, results: torch.Tensor) -> torch.Tensor:
         """Returns [B, T, C]: entry t of a row is the result of token t + 1. `results` has C numbers for each target.
-        An entry is 0 for the first token of a branch, which nothing predicts. If rows are packed, it is also 0
-        beyond a row's length."""
+        An entry is 0 for the first token of a branch, which nothing predicts. If rows are packed or have branches, it
+        is also 0 beyond a row's length."""
         results_RTC = results if self.packed is None else self.packed.at_next_tokens(results)
         if self.branches is None:
             return results_RTC

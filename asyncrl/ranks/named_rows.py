@@ -100,7 +100,7 @@ class NamedRows:
         self._fields = list(dict.fromkeys([*named, *(name for name in self._fields if name in present)]))
 
     def _has_field(self, name: str) -> bool:
-        """Returns True if the first row has a field, by reading it. Used for a client without `fields_of`."""
+        """Returns True if the first row has a field, by reading it. Used if the client's `fields_of` returns None."""
         first, partition = self.meta.sample_ids[:1], self.meta.partition_id
         try:
             self._rows.patiently(lambda client: client.get_samples(first, partition, [name]))
@@ -109,7 +109,8 @@ class NamedRows:
         return True
 
     def cut(self, plan: BatchingPlan, *, ranks: int, rows_per_update: int | None) -> Sequence[KVBatchMeta]:
-        """Returns one meta for each rank. Without `rows_per_update`, all rows are one update."""
+        """Returns one meta for each rank. Without `rows_per_update`, all rows are one update. Raises ValueError if the
+        meta names a sample more than once."""
         repeated = [name for name, count in Counter(self.meta.sample_ids).items() if count > 1]
         if repeated:
             raise ValueError(

@@ -24,9 +24,9 @@ from asyncrl.user_code import describe_error
 MOMENT_BYTES = 4
 """Bytes of a number in the state of an optimizer: the numbers are float32."""
 ADAMW_BYTES = 2 * MOMENT_BYTES
-"""Bytes of AdamW's state for each parameter: its two moments."""
+"""Bytes of AdamW's state for each number of the parameters: its two moments."""
 TRIED_RATE = 1e-3
-"""The learning rate of the steps of `try_optimizer`."""
+"""The learning rate of the steps of `try_optimizer` after the first one, whose rate is 0."""
 
 
 def make_optimizer(
@@ -116,8 +116,8 @@ def _called(call: Callable[[], Any], what: str, path: str, key: str) -> Any:
 
 
 def try_optimizer(section: OptimizerSection, *, key: str) -> float:
-    """Steps an optimizer of the user's own with a small matrix and a vector. Returns the bytes of its state for each
-    parameter. Raises ConfigError with the reason if a run cannot use it.
+    """Steps an optimizer of the user's own with a small matrix and a vector. Returns the bytes of the arrays in its
+    state for each number of the parameters. Raises ConfigError with the reason if a run cannot use it.
 
     A second optimizer takes over the state as a resumed run does, and must then make the same step, bit by bit.
     """
@@ -167,8 +167,8 @@ def try_optimizer(section: OptimizerSection, *, key: str) -> float:
 
 
 def state_bytes(section: OptimizerSection, *, key: str) -> float:
-    """Returns the bytes of the optimizer's state for each parameter: of AdamW's two moments, or what `try_optimizer`
-    measures. Raises the errors of `try_optimizer`."""
+    """Returns the bytes of the optimizer's state for each number of the parameters: of AdamW's two moments, or what
+    `try_optimizer` measures. Raises the errors of `try_optimizer`."""
     return ADAMW_BYTES if section.own is None else try_optimizer(section, key=key)
 
 
@@ -222,9 +222,10 @@ def _numbers_outside_of_state(optimizer: torch.optim.Optimizer) -> set[tuple[str
 def _layout(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], *, path: str, key: str
 ) -> list[dict[str, Any]]:
-    """Returns the shape or the type of each entry of the state, for each parameter. Raises ConfigError for an entry
-    that a checkpoint cannot keep, because it is neither a tensor nor a number, or is a tensor that is not float32.
-    torch would load such a tensor in the precision of the parameter, except for the entry `step`."""
+    """Returns the shape or the type of each entry of the state, for each parameter. Raises ConfigError for a key of the
+    state that is not a parameter, and for an entry that a checkpoint cannot keep, because it is neither a tensor nor a
+    number, or is a tensor that is not float32. torch would load such a tensor in the precision of the parameter, except
+    for the entry `step`, which may have any precision."""
     known = {id(parameter) for parameter in parameters}
     for entry in optimizer.state:
         if id(entry) not in known:
@@ -251,8 +252,8 @@ def _layout(
 
 
 def _check_sharded(optimizer: torch.optim.Optimizer, *, name: str, key: str) -> None:
-    """Raises ConfigError if a state of a sharded parameter is not sharded: a checkpoint would keep only that of one
-    rank."""
+    """Raises ConfigError if the state of a sharded parameter has an array that is a plain tensor, or a sum that is not
+    added up over the ranks: a checkpoint would keep only that of one rank."""
     for parameter, state in optimizer.state.items():
         for entry, value in state.items() if isinstance(parameter, DTensor) else ():
             if isinstance(value, DTensor):

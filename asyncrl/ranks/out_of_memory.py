@@ -20,7 +20,8 @@ _OUT_OF_MEMORY = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns True if an error of torch or Python says that there was no memory, of a GPU or of the host.
+    """Returns True if a RuntimeError, as those of torch, or a MemoryError says that there was no memory, of a GPU or of
+    the host.
 
     >>> is_out_of_memory(RuntimeError("[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory"))
     True

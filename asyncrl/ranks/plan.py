@@ -38,7 +38,7 @@ class BatchingPlan:
 
     @classmethod
     def of(cls, learner: LearnerSection, *, micro_batch_size: int | None = None) -> "BatchingPlan":
-        """Returns the plan of `learner`. If `micro_batch_size` is given, that number of rows shares a padded pass.
+        """Returns the plan of `learner`. If `micro_batch_size` is given, that number of rows shares a pass.
 
         Raises AssertionError if `micro_batch_size` is below 1.
         """
@@ -189,12 +189,13 @@ def plan_of(part: BatchedDataDict) -> UpdatePlan:
 def required_columns(
     loss_fn: LossFunction | ValueLossFunction, *, updates: int, eval_mode: bool = False
 ) -> frozenset[str]:
-    """Returns the columns that the rows need for training with `loss_fn`, as far as the loss names them in `columns`.
+    """Returns the columns that the rows need for training with `loss_fn`: `LP_SEED_FIELDS` (token ids, lengths,
+    masks), and those that the loss names in `columns`.
 
-    A call with one update does not need `prev_logprobs`, but computes them in its own pass, because the weights at its
-    start are the current weights. With several updates, this is only true for the first one. A loss with statistics of
-    the whole step (`statistics_of`) needs `prev_logprobs` in any case, because they are read before the pass, and
-    `advantages`. Raises TypeError if `columns` is a string.
+    A call with one update or in eval mode does not need `prev_logprobs`, but computes them in its own pass, because the
+    weights at its start are the current weights. With several updates, this is only true for the first one. A loss with
+    statistics of the whole step (`statistics_of`) needs `prev_logprobs` in any case, because they are read before the
+    pass. Such a loss and an `ObjectiveLoss` also need `advantages`. Raises TypeError if `columns` is a string.
     """
     columns = getattr(loss_fn, "columns", ())
     if isinstance(columns, str):

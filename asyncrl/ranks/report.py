@@ -26,7 +26,8 @@ class StepReport:
 
     `skipped` is true if no update was applied, because the loss or the gradient norm of every update was not finite on
     some rank (F21 in docs/faults.md). A step without a trained token has no update, and does not count as skipped. Eval
-    mode applies no update: `updates_applied` then counts the updates with a finite loss, and `grad_norm` is 0.
+    mode applies no update: `updates_applied` then counts the updates with a finite loss, and `grad_norm` is 0. `loss`
+    and `grad_norm` are means over the updates that have a trained token.
     """
 
     skipped: bool = False
@@ -61,9 +62,11 @@ class StepReport:
     """The loss's own metrics, added over micro-batches and ranks and averaged over updates (`merge_metrics` says how
     extremes and averages are combined). The presets have `clipped_ratio` and `gated_ratio`."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Wall-clock seconds of rank 0 in the stages `log_probs`, `forward_backward` and `optimizer`."""
+    """Wall-clock seconds of rank 0 in the stages `log_probs`, `forward_backward`, `optimizer`, and if the step is
+    witnessed `witness`."""
     model_flops: int | None = None
-    """FLOPs of the passes (in eval mode only forward), as `asyncrl.policy.flops` counts them. None if it cannot."""
+    """FLOPs of the training passes of all ranks (in eval mode only forward), as `asyncrl.policy.flops` counts them.
+    None if they are not counted, as for a critic."""
     peak_flops_per_s: float | None = None
     """Peak rate of the ranks' devices together, in the precision of the passes. None if it is not known."""
     weights_before: int = 0
@@ -71,8 +74,8 @@ class StepReport:
     weights_after: int = 0
     """Digest of the weights after the step."""
     weights_before_by_kind: Mapping[str, int] = field(default_factory=dict)
-    """Digests of the same weights as `weights_before`, by kind, for all kinds but `digest_kind`. Only the first step
-    after weights were loaded has them; else empty."""
+    """Digests of the same weights as `weights_before`, by kind, for all kinds but `digest_kind`. Only the steps after a
+    checkpoint was loaded have them, up to the first one that applies an update; else empty."""
     digest_kind: str = XXH3
     """Kind of the digests `weights_before` and `weights_after`, one of `asyncrl.ranks.digest.KINDS`."""
     findings: Mapping[str, Finding] = field(default_factory=dict)
@@ -103,7 +106,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatePlan:
-    """How much one rank, or all ranks together, train in one optimizer update.
+    """How much is trained in one optimizer update: by one micro-batch, one rank, or all ranks together.
 
     `tokens` and `samples` are the numbers of tokens and samples whose mask is above 0. `valid_toks` and `valid_seqs`
     are the sums of the masks, by which a loss is divided. They differ from `tokens` and `samples` if a mask has
@@ -134,7 +137,7 @@ class UpdateOutcome:
     finite: bool
     sums: MetricSums
     micro_batch_metrics: tuple[Mapping[str, float], ...]
-    """The loss's own metrics, for every micro-batch with a trained token."""
+    """The loss's own metrics, for every micro-batch that has some. One without a trained token has none."""
     findings: tuple[Finding, ...] = ()
     """The worst finding of the witness (`asyncrl.witness`) on this rank for each check."""
 
@@ -175,8 +178,8 @@ class RankRecord:
 
 
 def global_plan(plans: Sequence[UpdatePlan]) -> UpdatePlan:
-    """Combines the plans of one update over all ranks. Counts are added up. The number of micro-batches is the largest
-    of any rank."""
+    """Combines the plans of all ranks for one update, or those of one rank's micro-batches. Counts are added up. The
+    number of micro-batches is the largest of any plan."""
     return UpdatePlan(
         tokens=sum(plan.tokens for plan in plans),
         samples=sum(plan.samples for plan in plans),
@@ -244,9 +247,10 @@ def step_report(ranks: Sequence[RankRecord]) -> StepReport:
 def train_result(ranks: Sequence[RankRecord]) -> dict[str, Any]:
     """Returns the result of `TrainedModelInterface.train`, without the report, from the records in rank order.
 
-    Besides the loss's own metrics, every micro-batch has its step's `lr` and `wd`, and its update's `global_valid_seqs`
-    and `global_valid_toks`. Metrics that are summed are divided by the number of updates with a trained token, so that
-    their sum is the mean over the updates.
+    Besides the loss's own metrics, every micro-batch that has some gets its step's `lr` and `wd`, and its update's
+    `global_valid_seqs` and `global_valid_toks`. An update for which a rank has no metrics of the loss gets these four
+    once for this rank. Metrics that are summed are divided by the number of updates with a trained token, so that their
+    sum is the mean over the updates.
     """
     updates = list(zip(*[rank.outcomes for rank in ranks], strict=True))
     metrics: dict[str, list[float]] = defaultdict(list)

@@ -20,15 +20,17 @@ _SHAPES = {
 }
 """The possible shapes of each column that the ranks themselves read."""
 EQUAL_NATS = 1e-4
-"""Largest difference of two log-probs that the engine computed once and that are stored in two columns, nats."""
+"""Accepted rounding of a log-prob, nats: between the two columns that store the same log-prob of the engine, and above
+0."""
 
 
 def check_rows(batch: BatchedDataDict, *, vocabulary: int) -> None:
-    """Raises CallRefused, with the column, the row and the value, if rows cannot be passed through a model.
+    """Raises CallRefused if rows cannot be passed through a model. The message names the column, and its shape or
+    number type or the place of its first wrong value.
 
     It checks shapes and number types of the known columns, token ids against `vocabulary`, lengths against the width,
-    and masks. If the rows have supports or the sampler's most likely tokens, those of a sampled token must fit it. The
-    rows of an estimator may lack `input_ids`; their shape is then taken from `token_mask`.
+    numbers of branches, and masks. If the rows have supports or the sampler's most likely tokens, those of a sampled
+    token must fit it. The rows of an estimator may lack `input_ids`; their shape is then taken from `token_mask`.
     """
     if batch.size == 0:
         return

@@ -1,5 +1,5 @@
-"""The files of a checkpoint with the tensors of a sharded model: copies in host memory, one file for each rank, and a
-reader.
+"""The files of a checkpoint with the tensors of a sharded model or of its optimizer: copies in host memory, one file
+for each rank, and a reader.
 
 The files have the safetensors format of torch's distributed checkpoint (DCP): every rank writes one file with its own
 shards, and DCP's reader loads it. DCP also plans which rank writes a tensor that several ranks hold. DCP's own
@@ -46,9 +46,9 @@ class HostCopies:
         self._names: frozenset[str] | None = None
 
     def plan(self, tensors: Tensors, *, group: dist.ProcessGroup) -> None:
-        """Decides which rank writes which shard of `tensors`, unless the last plan was for the same names: the shapes
-        and shards of a name never change. A later save may have new names, because AdamW makes the state of a tensor
-        only at the tensor's first gradient.
+        """Decides which rank writes which shard of `tensors`, unless on all ranks the last plan was for the same names:
+        the shapes and shards of a name never change. A later save may have new names, because AdamW makes the state of
+        a tensor only at the tensor's first gradient.
 
         Raises CheckpointError if the names differ between the ranks. A collective."""
         names = frozenset(tensors)
@@ -86,8 +86,8 @@ class HostCopies:
             torch.cuda.current_stream().synchronize()
 
     def write(self, folder: Path, *, shard: int) -> None:
-        """Writes this rank's file, number `shard` (from 1), in DCP's format, and flushes it to the disk. Not a
-        collective."""
+        """Writes this rank's file, number `shard` (from 1), in DCP's format, and flushes it to the disk. A rank that
+        has nothing to write by the plan makes no file. Not a collective."""
         if not self._items:
             return
         folder.mkdir(exist_ok=True)

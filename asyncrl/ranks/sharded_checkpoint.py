@@ -136,8 +136,9 @@ class ShardedState:
         return all(has)
 
     def check_numbers(self) -> None:
-        """Raises CheckpointError on all ranks if a number of an optimizer of the user's own differs between the ranks:
-        a checkpoint has one number for all of them. The numbers of AdamW are counts of steps. A collective."""
+        """Raises CheckpointError on all ranks if a number of an optimizer of the user's own differs between the ranks,
+        or if only some ranks have a state: a checkpoint has one number for all of them. AdamW is not checked, because
+        its numbers are counts of steps. A collective."""
         if type(self.optimizer) is torch.optim.AdamW or not self._has_moments():
             return
         # The numbers are compared as text, because NaN differs from itself.
@@ -165,7 +166,7 @@ class ShardedState:
         directory, which all ranks must share. Reads no tensor of the live model, so training may go on meanwhile.
 
         A complete checkpoint at a path is replaced after the new one is complete. Raises CheckpointError if something
-        else is at a path, if one path is inside the other, or if a rank cannot write.
+        else is at a path, if one path is inside the other, if a rank cannot write, or if the ranks do not share a path.
         """
         self._writing = True
         try:
@@ -196,11 +197,11 @@ class ShardedState:
 
     def load(self, *, weights_path: Path, optimizer_path: Path | None) -> int | None:
         """Loads the weights. With `optimizer_path`, also loads the optimizer and the random generators, and returns
-        `train_calls`.
+        `train_calls`; else returns None.
 
-        Raises CheckpointIncomplete if a directory has no `COMPLETE`, and CheckpointDamaged if it lacks files that
-        `COMPLETE` lists. Raises CheckpointMismatch, before any byte is read, with the first tensor whose name, shape or
-        dtype differs from the live one.
+        Raises CheckpointIncomplete if a directory has no `COMPLETE`, and CheckpointDamaged if its files are not those
+        that `COMPLETE` lists. Raises CheckpointMismatch if the directories are of different saves, or with the first
+        tensor of a directory whose name, shape or dtype differs from the live one.
 
         DCP writes into the tensors that it gets, in any order. So it gets new tensors of the size of this rank's shards
         of the weights and of the optimizer's state. An error while reading therefore changes nothing, either.
@@ -319,7 +320,7 @@ class _Found(NamedTuple):
 
 def _locate(weights_path: Path, optimizer_path: Path | None) -> _Found:
     """Returns the complete directories at the two paths, and the content of `training.json`. Raises CheckpointMismatch
-    if the directories belong to different saves."""
+    if the directories belong to different saves, and the errors of `complete_directory.complete`."""
     weights, weights_marker = complete_directory.complete(weights_path)
     if optimizer_path is None:
         return _Found(weights, None, None)

@@ -81,8 +81,8 @@ class Watched:
 
     def watch(self, data: BatchedDataDict, outputs: Mapping[str, torch.Tensor]) -> None:
         """Notes the columns of the drawn rows of a micro-batch, and with hooks the derivatives that the backward pass
-        gives their log-probs and entropies. `outputs` are the model's outputs that the loss gets, with their graph:
-        [B, T], or logits [B, S, V]."""
+        gives their log-probs, entropies and centering. `outputs` are the model's outputs that the loss gets, with their
+        graph: [B, T], or logits [B, S, V], for which only `tokens`, `inside` and `outside` are noted."""
         weight_BT = data["token_mask"][:, 1:].double() * data["sample_mask"].double().unsqueeze(1)
         self._count(next(iter(outputs.values())), float(weight_BT.sum()), trained_mask(data)[:, 1:])
         if WITNESS not in data or "next_token_logprobs" not in outputs:
@@ -404,8 +404,9 @@ class UpdateWitness:
 
     def judge(self, plan: UpdatePlan, model: torch.nn.Module, state: Mapping[Any, Mapping[str, Any]]) -> None:
         """Compares the counts of the update, the derivatives of the loss by each token (coefficients), and the
-        advantages that its passes used with the formulas. Notes elements of the weights for `compare_elements`. Call it
-        between the update's backward passes and the clipping of the gradients."""
+        advantages that its passes used with the formulas. Derivatives by masked tokens must be 0. Compares the gradient
+        with the sums that `pass_parts` noted. Notes elements of the weights for `compare_elements`. Call it between the
+        update's backward passes and the clipping of the gradients. `state` is that of the optimizer."""
         expected = self._request.counts[self._update]
         seen = self.watched
         passed = sum(self._ranks.gather(seen.tokens))
@@ -667,10 +668,10 @@ def frozen_tensors(
     *,
     train_calls: int,
 ) -> list[Finding]:
-    """Returns a finding for each tensor in `same`, whose bits an optimizer's step did not change, except for tensors
-    that had no gradient in this step. A finding has failed if the moments of an element and the learning rate predict a
-    change above the rounding of its value. Returns none for an optimizer of the user's own, whose state predicts
-    nothing."""
+    """Returns a finding for each tensor in `same`, whose bits a training step did not change, except for tensors that
+    have made fewer optimizer steps than others, because they had no gradient in some updates. A finding has failed if
+    the moments of an element and the learning rate predict a change above the rounding of its value. Returns none for
+    an optimizer of the user's own, whose state predicts nothing."""
     findings, settings = list[Finding](), learner.optimizer
     if settings.own is not None:
         return findings

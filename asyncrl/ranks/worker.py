@@ -148,8 +148,8 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         return None
 
     def _witness_reference(self, update: PlannedUpdate, witness: UpdateWitness) -> None:
-        """Lets the witness compare the rows' log-probs under the reference policy, if they have them, with those of a
-        second pass. A collective."""
+        """Lets the witness compare the drawn rows' log-probs under the reference policy, if the rows have them, with
+        those of a second pass. A collective."""
 
     def _model_flops(self, lengths: Sequence[int], *, backward: bool) -> int | None:
         """Returns the FLOPs for rows of these lengths, forward and optionally backward; None if they are not
@@ -195,14 +195,15 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         All ranks run the same updates; a rank that lacks rows runs empty micro-batches. `step` is the version of the
         weights. Without it, no token counts as stale or on-policy. The learning-rate schedule advances by one step,
         unless the loss or gradient of every update was not finite. In eval mode, nothing changes, and there is no
-        backward pass through the model. The record covers only this rank.
+        backward pass through the model. The record covers only this rank. `rows_per_update` counts rows of this rank.
 
         With `witness`, the rows whose column `witness` is not −1 are computed a second time, one sequence at a time,
         and the record has the findings. A step in eval mode, or with a log-prob or advantage that is not finite, is not
         witnessed.
 
         All ranks raise CallRefused together if any rank cannot use its rows, LossFailed if the loss fails, and
-        WitnessFailed if a check of the witness fails and `witness.on_failure` is `stop`.
+        WitnessFailed if a check of the witness fails and `witness.on_failure` is `stop`. Raises Offloaded if the model
+        or, outside of eval mode, the optimizer is offloaded.
         """
         self._placement.check(MODEL, *([] if eval_mode else [OPTIMIZER]))
         learner = self.config.learner
@@ -265,7 +266,8 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
 
     def trained_step(self) -> int | None:
         """Returns the version of the weights by this rank's own account: 1 more than the `step` of the last `train`
-        call that applied an update. None if there was none since the start or the last load. Not a collective."""
+        call that applied an update. None if that call had no `step`, or if there was none since the start or the last
+        load. Not a collective."""
         return self._trained_step
 
     def weights_digest(self, kind: str | None = None) -> int:
@@ -289,7 +291,7 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
         timer: Timer,
         witness: Request | None,
     ) -> tuple[UpdateOutcome, ...]:
-        """Runs the updates that have a trained token, and advances the learning-rate schedule."""
+        """Runs the updates that have a trained token, and advances the learning-rate schedule as in `train`."""
         sole_update, updates_before = eval_mode or len(planned) == 1, self._updates
         outcomes = []
         try:
@@ -469,8 +471,8 @@ class RankWorker(Collectives, ABC, Generic[LossT]):
 
     def stage_checkpoint(self, optimizer: bool = True) -> None:
         """Copies this rank's part of the weights, and with `optimizer` of the optimizer's state, to host memory, for
-        `write_checkpoint`. Raises CheckpointError if the last copies are still being written, or if there is no memory
-        for new ones."""
+        `write_checkpoint`. Raises CheckpointError if the last copies are still being written, if there is no memory for
+        new ones, or if the optimizer's state has other names or numbers on another rank."""
         self._state.stage(train_calls=self.train_calls, optimizer=optimizer)
 
     def write_checkpoint(

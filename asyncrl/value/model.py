@@ -53,7 +53,7 @@ def load_value_model(path: str, *, packed: bool) -> ValueModel:
 def model_values(model: torch.nn.Module, rows: ModelRows) -> torch.Tensor:
     """Returns [B, S]: entry t is V(before token t). It is 0 for the first token of a row or branch. Differentiable.
 
-    Entries beyond a row's length are 0 if the rows are packed. Otherwise these entries have no meaning.
+    Entries beyond a row's length are 0 if the rows are packed or have branches. Otherwise they have no meaning.
     """
     worth: torch.Tensor = model(**rows.inputs)
     before_RT = worth[:, :-1] if rows.packed is None else rows.packed.at_tokens(worth.unsqueeze(-1)).squeeze(-1)

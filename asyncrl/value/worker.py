@@ -38,7 +38,7 @@ class ValueWorker(RankWorker[ValueLossFunction]):
 
     def get_values(self, data: BatchedDataDict, *, micro_batch_size: int | None = None) -> BatchedDataDict:
         """Returns `values` float32 [B, S] of this rank's rows; 0 at the first token and beyond a row's length. Reads
-        `input_ids` and `input_lengths`."""
+        `input_ids`, `input_lengths`, and `branch_ids` if the rows have them."""
         return BatchedDataDict(values=self._scored(data, self._values, micro_batch_size=micro_batch_size))
 
     def _loaded(self, model_path: str) -> ValueModel:

@@ -117,8 +117,8 @@ def _deviation(axes: Axes, squares: float, count: float) -> float:
 
 def _centred(axes: Axes, samples: Sequence[Scored], rewards: Sequence[float], group: Sequence[int], n: int) -> float:
     """Returns reward − baseline of sample n of a step. `group` has the indices of all samples of its group. With a
-    baseline that compares the samples of a group, it is exactly 0 if all rewards of the group are equal. For a group
-    that `_is_raw`, it is the reward."""
+    baseline that compares the samples of a group, it is the reward if the group `_is_raw`, else exactly 0 if all
+    rewards of the group are equal."""
     if not _compares_groups(axes) or _is_raw(axes, group):
         return rewards[n] - (fmean(rewards) if axes["baseline"] == "batch_mean" else 0.0)
     if _are_equal(rewards, group):

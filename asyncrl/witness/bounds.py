@@ -1,6 +1,6 @@
 """Checks the bounds of an objective that depend on all tokens of a step: of a gate with a budget, of weights with a
-least effective share, and of choices of tokens by covariance. Also computes the β of a penalty whose β follows the KL
-of the steps before.
+least effective share, of kernels and penalties that follow the effective share, and of choices of tokens by covariance.
+Also computes the β of a penalty whose β follows the KL of the steps before.
 
 The learner's ranks search these bounds on a grid, with sums over the ranks. The witness compares the bounds that the
 ranks found with the definitions of the bounds, with all tokens of the step in one list.
@@ -91,7 +91,8 @@ def _budget_problem(gate: Axes, used: Axes, tokens: Tokens) -> str:
 
 
 def _choice_problem(configured: Axes | None, used: Axes | None, tokens: Tokens) -> str:
-    """Returns in words how the tokens that were chosen by covariance differ from the definition; "" if they do not."""
+    """Returns in words how the number of the tokens that were chosen by covariance, or the means of the step by which
+    they were chosen, differ from the definition; "" if they do not."""
     if configured is None or used is None or not tokens["advantages"]:
         return "" if (configured is None) == (used is None) else "a choice of tokens by covariance is missing or added"
     choice = {**used, **configured}

@@ -17,8 +17,8 @@ as a share of the largest coefficient or advantage."""
 ROUNDING_NATS = 1e-6
 """Rounding of log-probs in float32: a token so near to the edge of a clip or a gate may be on either side."""
 FORMULA = "formula"
-"""The kind of a finding that compares a number with a formula. A finding of another kind compares it with a second call
-of the user's own function."""
+"""The kind of a finding that compares a number with a formula. A finding of another kind is about a function of the
+user's own, which the witness calls a second time."""
 
 
 class GradientLimits(NamedTuple):
@@ -49,9 +49,9 @@ class Request:
     `counts` has the samples and tokens of each update, counted from the metadata of the step's groups. `advantages` has
     one number for each drawn row, from the rewards by plain formulas or by the user's own estimator, as `advantages_by`
     says. It is None if the ranks compute an advantage for each token, or if the estimator cannot be called again.
-    `largest_advantage` is that of the whole step. With `every_part`, the ranks also pass each micro-batch alone, to
-    compare the sum of these gradients with the gradient of the update. `rewards` has the reward of each drawn row after
-    the filters, 0 for a reward that failed; it is empty if the rewards are not known.
+    `largest_advantage` is the largest absolute one of the whole step. With `every_part`, the ranks also pass each
+    micro-batch alone, to compare the sum of these gradients with the gradient of the update. `rewards` has the reward
+    of each drawn row after the filters, 0 for a reward that failed; it is empty if the rewards are not known.
     """
 
     counts: tuple[Counts, ...]
@@ -64,9 +64,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of one check. `ratio` is the largest difference divided by the accepted one: the check has failed if
-    it is above 1 or NaN. `words` say where the difference is. `kind` says with what a number was compared: a formula,
-    or the user's own function."""
+    """One result of a check, which may have many. `ratio` is a difference divided by the accepted one: the check has
+    failed if it is above 1 or NaN. `words` say where the difference is. `kind` says with what a number was compared (a
+    formula, or the user's own function), or why it was not compared."""
 
     check: str
     ratio: float
@@ -138,7 +138,7 @@ def counts_finding(expected: Counts, *, tokens: float, sequences: float) -> Find
 
 
 def advantage_findings(request: Request, samples: Mapping[int, Sample]) -> list[Finding]:
-    """Compares the advantages of the drawn rows with those that follow from the rewards."""
+    """Compares the advantages of the drawn rows with those of the request. Returns none if the request has none."""
     if request.advantages is None:
         return []
     giver = "its rewards give" if request.advantages_by == FORMULA else "the estimator gives for reordered groups"

@@ -23,7 +23,7 @@ Tokens = Mapping[str, Sequence[float]]
 """Columns of trained tokens: `advantages`, and the log-probs of each policy by its name."""
 
 ALWAYS_1: Axes = {"kind": "clamp", "lo": 1.0, "hi": 1.0}
-"""The kernel of the surrogate `reinforce`."""
+"""The kernel in the centering of a surrogate that has no kernel, as `reinforce`."""
 LARGEST_LOG_RATIO = 40.0
 """A ratio above e^40 comes from a broken log-prob. It counts as e^40 and carries no gradient."""
 TINY = 1.1754943508222875e-38

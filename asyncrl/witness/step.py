@@ -29,9 +29,9 @@ class Completion(NamedTuple):
 
 
 def trained(completions: Sequence[Completion], *, axes: Axes | None, config: Config) -> list[bool]:
-    """Returns True for each sample that the filters of `algorithm` keep. `axes` are the settings of the
-    estimator of advantages. None means that the estimator is the user's own: the samples of a group then count as equal
-    if their total rewards are equal."""
+    """Returns True for each sample that is trained: it has a reward and a token that is not too old, and the filters of
+    `algorithm` keep it. `axes` are the settings of the estimator of advantages. None means that the estimator is the
+    user's own: the samples of a group then count as equal if their total rewards are equal."""
     algorithm, equal = config.algorithm, dict[int, bool]()
     if algorithm.zero_variance == "mask":
         known = _known(completions, config)
