@@ -31,7 +31,7 @@ train: $(TO_TRAIN) ## installs asyncrl into .venv, and trains the quickstart on 
 # Three workers, each of which runs one test file at a time: on two cores, one often waits for processes that it started.
 # The files run in the order of their names, which puts the long ones into the middle, so that all workers have work until
 # the end.
-test: $(STAMP) ## runs the whole test suite: 15 to 19 minutes on two CPU cores
+test: $(STAMP) ## runs the whole test suite: 15 to 29 minutes on two CPU cores
 	$(PYTEST) --numprocesses=3 --no-loadscope-reorder -m "not campaign" $(ARGS)
 
 durations: ## runs the whole test suite, and writes the seconds of each file to tests/durations.csv

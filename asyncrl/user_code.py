@@ -70,8 +70,8 @@ def _place(error: BaseException) -> str:
 
 
 def _is_ours(filename: str) -> bool:
-    """Returns True if the file belongs to asyncrl or to Python itself. Names such as `<frozen …>` or `<string>` are not
-    files and count as Python's."""
+    """Returns True if the file belongs to asyncrl, but not to its recipes, which count as user code, or to Python
+    itself. Names such as `<frozen …>` or `<string>` are not files and count as Python's."""
     if filename.startswith("<"):
         return True
     path = Path(filename)

@@ -54,7 +54,7 @@ class RunParts:
 
     def write(self, path: Path, snapshot: RunSnapshot, *, hf: bool) -> None:
         """Writes the checkpoint at `path`: `snapshot`, and the copies of weights and optimizers that the last `stage`
-        made at the same moment. With `hf`, also the weights as vLLM and transformers load them.
+        made. Both must be of the same moment. With `hf`, also the weights as vLLM and transformers load them.
 
         The ranks may train meanwhile. The rows of the snapshot's ready groups must stay until the call ends.
         Raises CheckpointError if a part cannot be written, and RowsLost if rows of a ready group are lost. Then there

@@ -149,8 +149,8 @@ def _read_mapping(file: Path) -> dict[str, object]:
     try:
         text = _text_of(file)
     except FileNotFoundError:
-        recipe = f"; `-c {file.stem}` is the recipe of this name" if recipe_file(file.stem) is not None else ""
-        raise ConfigError(f"{file}: no such file; name an existing file with -c{recipe}") from None
+        or_recipe = f"; `-c {file.stem}` is the recipe of this name" if recipe_file(file.stem) is not None else ""
+        raise ConfigError(f"{file}: no such file; name an existing file with -c{or_recipe}") from None
     except IsADirectoryError:
         raise ConfigError(f"{file}: is a directory; name a file with -c") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -726,8 +726,8 @@ def _check_expanded(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple
         if found == (0, 0):
             raise _refusal(
                 node,
-                "a config may hold only text, numbers, lists and mappings; an alias in this value stands for the value "
-                "itself",
+                "a config may hold only text, numbers, lists and mappings; this value contains an alias for the whole "
+                "value, so it has no end",
             )
         return found
     known[id(node)] = 0, 0

@@ -272,7 +272,7 @@ def _found(run: str, *, folder: str) -> str:
         return cluster.address
     if clusters:
         raise ConnectionError(
-            "each cluster on this machine was started by another run for itself, so it cannot be joined"
+            "each of your clusters on this machine was started by another run for itself, so it cannot be joined"
         )
     if (address := noted_address()) is not None:
         return address

