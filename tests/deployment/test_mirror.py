@@ -363,6 +363,19 @@ def test_a_process_that_was_killed_while_it_took_the_mirror_can_be_followed(stor
         assert content()["steps.jsonl"] == (run.path / "steps.jsonl").read_bytes()
 
 
+def lose_mirror(run: RunDir, storage: Storage, *, at: str) -> None:
+    """Lets another process take the mirror of the run right before the first write of `at`. From then on, `written` has
+    what is written after that."""
+
+    def taken(operation: str, name: str) -> None:
+        if name.endswith(at):
+            storage.before = lambda operation, name: None
+            mirror_of(run)._take()
+            storage.written.clear()
+
+    storage.before = taken
+
+
 @pytest.mark.parametrize(
     ("at", "whole"),
     [("manifest.json", 0), ("policy/weights", 0), (COMPLETE, 1), ("latest.json", 0), ("steps.jsonl", 0)],
@@ -378,14 +391,7 @@ def test_a_process_that_loses_the_mirror_in_a_pass_completes_no_other_checkpoint
         train(run, range(1, 3))
         save(run, 2)
         save(run, 3)
-
-        def taken(operation: str, name: str) -> None:
-            if name.endswith(at):
-                storage.before = lambda operation, name: None
-                mirror_of(run)._take()
-                storage.written.clear()
-
-        storage.before = taken
+        lose_mirror(run, storage, at=at)
         with pytest.raises(ConfigError, match="another process has taken the mirror"):
             old.pass_once()
         parts = [name.split("/") for name in storage.written if name.startswith("checkpoints/")]
@@ -401,14 +407,7 @@ def test_a_process_that_loses_the_mirror_sends_at_most_the_bytes_between_two_loo
     with new_run(tmp_path, steps=1) as run:
         save(run, 1)
         old = mirror_of(run)
-
-        def taken(operation: str, name: str) -> None:
-            if name.endswith("manifest.json"):
-                storage.before = lambda operation, name: None
-                mirror_of(run)._take()
-                storage.written.clear()
-
-        storage.before = taken
+        lose_mirror(run, storage, at="manifest.json")
         with pytest.raises(ConfigError, match="another process has taken the mirror"):
             old.pass_once()
         assert [name.split("/")[-1] for name in storage.written] == ["manifest.json"]
