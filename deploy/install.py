@@ -3,6 +3,7 @@
     python3 deploy/install.py                  # for CPUs, or for GPUs if nvidia-smi is there, into .venv
     python3 deploy/install.py --extra gpu --also wandb,hf --venv /shared/asyncrl
     python3 deploy/install.py --here           # into the environment of this Python, as in a container
+    python3 deploy/install.py --here --hashes  # the same, and refuses files that are not those of the images
     python3 deploy/install.py --extra light --also test    # without vLLM: enough for `make unit`
 
 The packages come from where pip is configured to find them. torch is the difficult one. Its build for CPUs is not on
@@ -342,8 +343,9 @@ def for_gpus():
     return [f"{name} != {versions[name]}+cpu" for name in ("torch", "torchvision")]
 
 
-def install(environment, machine, extra, also, editable):
-    """Installs asyncrl with an extra and further ones; `light` is none, so that vLLM is left out. Raises Refused."""
+def install(environment, machine, extra, also, editable, hashes=False):
+    """Installs asyncrl with an extra and further ones; `light` is none, so that vLLM is left out. With `hashes`, uv
+    refuses a file of a package whose checksum is not in the file of the images. Raises Refused."""
     began_s = time.time()
     environment.get_uv()
     extras = [*also]
@@ -367,6 +369,7 @@ def install(environment, machine, extra, also, editable):
             *["--python", environment.python],
             COMPILED,
             *["--constraint", f"constraints-{extra}.txt"],
+            *["--constraint", f"deploy/docker/hashes-{extra}.txt"] * hashes,
             *[word for option, file in files.items() for word in (option, str(file))],
             *[*["--editable"] * editable, source],
         )
@@ -382,6 +385,7 @@ def main():
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="the folder of the environment")
     parser.add_argument("--here", action="store_true", help="install into the environment of this Python")
     parser.add_argument("--copy", action="store_true", help="install a copy, not the folder itself (no --editable)")
+    parser.add_argument("--hashes", action="store_true", help="refuse files that are not those of the images (Python 3.11)")
     options = parser.parse_args()
     extra = options.extra
     if extra == "auto":
@@ -398,7 +402,7 @@ def main():
             if subprocess.call(made):
                 raise Refused(f"Python could not make the environment {place}: see its message above.")
         also = [name for name in options.also.split(",") if name]
-        install(Environment(python), machine, extra, also, not options.copy)
+        install(Environment(python), machine, extra, also, not options.copy, options.hashes)
     except Refused as error:
         sys.exit(f"error: {error}")
 

@@ -46,7 +46,7 @@ def test_nothing_runs_as_root_and_versions_are_those_of_the_tests(
     _, body = stages(instructions)[target]
     assert body[-1] == ("USER", "10001:10001")
     [install] = [rest for name, rest in body if name == "RUN"]
-    assert install == f"python deploy/install.py --here --copy --extra {target} --also hf,s3,gs,az"
+    assert install == f"python deploy/install.py --here --copy --hashes --extra {target} --also hf,s3,gs,az"
 
 
 def test_a_mounted_tasks_folder_is_on_pythons_search_path(instructions: list[tuple[str, str]]) -> None:

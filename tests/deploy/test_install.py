@@ -259,6 +259,16 @@ def test_light_leaves_vllm_out_and_keeps_the_versions_for_cpus(extra: str, extra
     *_, last = environment.made
     assert f"--constraint constraints-{pinned}.txt" in last
     assert last.endswith(f"--editable {install.ROOT}[{extras}]")
+    assert "hashes" not in last
     assert [each for each in environment.made if each.startswith("remove")] == (
         [] if extra == "light" else [f"remove all but {extra}"]
     )
+
+
+@pytest.mark.parametrize("extra", ["cpu", "gpu"])
+def test_the_installation_of_an_image_compares_checksums(extra: str) -> None:
+    environment = Recorded(pip=["torch", "torchvision"])
+    install.install(environment, GOOD, extra, [], editable=False, hashes=True)
+    *_, last = environment.made
+    assert f"--constraint constraints-{extra}.txt --constraint deploy/docker/hashes-{extra}.txt" in last
+    assert (install.ROOT / "deploy" / "docker" / f"hashes-{extra}.txt").exists()
