@@ -32,6 +32,11 @@ SHARE_ENGINE = ("tests/integration/test_run_from_python.py", "tests/integration/
 """Files that use the fixture `engine`. One pytest worker runs them, so that there is one engine and not two."""
 
 
+FIRST = "tests/integration/test_mixture_run.py"
+"""The whole run with the most processes. It begins with the suite, beside tests that start none. Beside the other whole
+runs, which follow each other by name, Ray did not start within 90 s on two busy cores."""
+
+
 class FileScheduling(LoadFileScheduling):
     """Gives each file to one pytest worker, and all files of `SHARE_ENGINE` to the same one."""
 
@@ -42,6 +47,10 @@ class FileScheduling(LoadFileScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
     return FileScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.location[0] != FIRST)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

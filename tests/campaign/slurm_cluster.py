@@ -97,6 +97,19 @@ class SlurmCluster:
         with open(self.folder / f"{name}.out", "ab") as out:
             self.daemons[name] = subprocess.Popen(words, env=self.environment, stdout=out, stderr=out)
 
+    def start_node(self, node: str) -> None:
+        self.start(node, "slurmd", "-D", "-N", node)
+
+    def lose_node(self, node: str) -> None:
+        """Kills a node's daemon and the processes of jobs on the node. Sets the node down, which Slurm itself does only
+        after `SlurmdTimeout`."""
+        self.daemons[node].kill()
+        self.daemons[node].wait()
+        for process in self.processes(on=node):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self.call("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
+
     def job(self, job: str) -> dict[str, str]:
         """Returns the fields of `scontrol show job`."""
         words = self.call("scontrol", "--oneliner", "show", "job", job).split()
@@ -141,7 +154,7 @@ class SlurmCluster:
             wait_for((self.folder / "munge.socket").exists, START_S, "munged to listen")
             self.start("slurmctld", "slurmctld", "-D", "-c", "-f", self.environment["SLURM_CONF"])
             for node in NODES:
-                self.start(node, "slurmd", "-D", "-N", node)
+                self.start_node(node)
             wait_for(self._all_idle, START_S, f"both nodes to be idle ({self.folder}/*.log)")
             undo.pop_all()
         return self
@@ -168,11 +181,14 @@ class SlurmCluster:
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
-    def processes(self) -> Iterator[psutil.Process]:
-        """Yields the processes of this cluster: those with its SLURM_CONF in their environment."""
+    def processes(self, *, on: str | None = None) -> Iterator[psutil.Process]:
+        """Yields the processes of this cluster: those with its SLURM_CONF in their environment. With `on`, yields those
+        of jobs on this node."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get("SLURM_CONF") == self.environment["SLURM_CONF"]:
+                variables = process.environ()
+                of_node = on is None or variables.get("SLURMD_NODENAME") == on
+                if of_node and variables.get("SLURM_CONF") == self.environment["SLURM_CONF"]:
                     yield process
 
 

@@ -1,7 +1,7 @@
 """Submits deploy/slurm/asyncrl.sbatch to a real Slurm of two nodes, with a small run of the quickstart.
 
 Only the end of a run writes a checkpoint here (`checkpoint.every_steps` is larger than the number of steps that are
-trained). So a resumed run has all steps only if its end was normal.
+trained), except when a node is lost. So a resumed run has all steps only if its end was normal.
 """
 
 import json
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm_cluster import SlurmCluster, address, wait_for, why_not
+from slurm_cluster import NODES, SlurmCluster, address, wait_for, why_not
 
 from asyncrl.checkpoints.directory import CHECKPOINTS, complete_steps
 
@@ -49,13 +49,13 @@ class Jobs:
         self.model = model
         self.submitted: list[str] = []
 
-    def submit(self) -> str:
-        """Submits the script. Returns the job's number."""
+    def submit(self, *settings: str) -> str:
+        """Submits the script, with `settings` after `SETTINGS`. Returns the job's number."""
         job = self.cluster.call(
             "sbatch", "--parsable", "--nodes=2", "--time=60", f"--chdir={self.folder}", f"--output={self.output}",
             f"--export=ALL,HEAD_IP={address()},PYTHONPATH={REPOSITORY},OMP_NUM_THREADS=1",
             str(SCRIPT), "-c", str(REPOSITORY / "configs" / "quickstart.yaml"), f"model.path={self.model}", TINY,
-            f"run.dir={self.run.parent}", *SETTINGS,
+            f"run.dir={self.run.parent}", *SETTINGS, *settings,
         )  # fmt: skip
         self.submitted.append(job)
         return job
@@ -169,3 +169,25 @@ def test_a_job_submitted_again_begins_anew_without_a_checkpoint_and_resumes_with
     jobs.wait_for_steps(job, before + 1)
     assert jobs.info()["nonce"] == nonce
     assert jobs.info()["resumed"]
+
+
+def test_a_job_that_loses_a_node_is_queued_again_and_goes_on_from_its_newest_checkpoint(jobs: Jobs) -> None:
+    job = jobs.submit("checkpoint.every_steps=2")
+    jobs.wait_for_steps(job, STEPS)
+    wait_for(lambda: complete_steps(jobs.run / CHECKPOINTS), TRAINS_S, f"a checkpoint ({jobs.output})")
+    jobs.cluster.lose_node(NODES[1])
+    jobs.wait_for_state(job, "PENDING")
+    wait_for(lambda: not jobs.folders(), ENDS_S, "the processes of the first node to end")
+    saved = complete_steps(jobs.run / CHECKPOINTS)[-1]
+    jobs.cluster.start_node(NODES[1])
+
+    jobs.cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now+5")
+    wait_for(lambda: jobs.info().get("resumed"), TRAINS_S, f"the job to resume the run ({jobs.output})")
+    jobs.wait_for_steps(job, saved + STEPS)
+    jobs.cluster.call("scancel", "--batch", "--signal=TERM", job)
+    jobs.wait_for_state(job, "COMPLETED")
+    [resumed] = json.loads((jobs.run / "run.json").read_bytes())["resumed"]
+    assert resumed["step"] == saved
+    assert complete_steps(jobs.run / CHECKPOINTS)[-1] == jobs.steps()
+    audit = [sys.executable, "-m", "asyncrl", "audit", str(jobs.run)]
+    subprocess.run(audit, check=True, cwd=REPOSITORY, timeout=ENDS_S)
