@@ -149,4 +149,4 @@ async def test_names_that_differ_for_each_completion_are_limited_for_the_whole_r
         assert not any(isinstance(score, DataError) for score in rewarded)
         [failure] = await scorer.score(TASK, [prefix])
         assert isinstance(failure, DataError)
-        assert "use the same names for all completions" in str(failure)
+        assert "and the same ones for all completions" in str(failure)
