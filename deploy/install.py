@@ -385,7 +385,9 @@ def main():
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="the folder of the environment")
     parser.add_argument("--here", action="store_true", help="install into the environment of this Python")
     parser.add_argument("--copy", action="store_true", help="install a copy, not the folder itself (no --editable)")
-    parser.add_argument("--hashes", action="store_true", help="refuse files that are not those of the images (Python 3.11)")
+    parser.add_argument(
+        "--hashes", action="store_true", help="refuse files that are not those of the images (Python 3.11)"
+    )
     options = parser.parse_args()
     extra = options.extra
     if extra == "auto":
