@@ -47,7 +47,7 @@ class Failures:
     def __init__(self) -> None:
         self.failed, self.succeeded = threading.Event(), threading.Event()
 
-    def mirrored(self, *, unix_time_s: float) -> None:
+    def mirrored(self) -> None:
         self.succeeded.set()
 
     def mirror_failed(self) -> None:
