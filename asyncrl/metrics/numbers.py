@@ -56,8 +56,8 @@ WITNESSED = {
     "optimizer": "new values of single weights against the optimizer's formula",
     "frozen": "whether weights stayed although the optimizer's moments predict a change",
 }
-"""What each check of the witness checks, by its name in `asyncrl.witness.judge`. Each check builds on those before
-it."""
+"""The subject of each check of the witness, by the name of the check in `asyncrl.witness.judge`. Each check builds on
+those before it."""
 KEPT = frozenset(f"witness_{check}_ratio" for check in WITNESSED)
 """Numbers whose gauges keep the value of the last step that had them, because only some steps are witnessed, and a
 scrape may miss these steps."""

@@ -229,9 +229,9 @@ class ShardedState:
             for name, tensor in moments.items():
                 flat[name] = tensor if isinstance(flat[name], torch.Tensor) else tensor.item()
             set_optimizer_state_dict(self.model, self.optimizer, flat, options=_FLAT)
-            stepped = {name.rpartition(".")[0] for name in moments}
+            stepped, first = {name.rpartition(".")[0] for name in moments}, _names(self.model)
             for name, parameter in trained_state(self.model).items():
-                if f"{_MOMENTS}{_names(self.model)[name]}" not in stepped:
+                if f"{_MOMENTS}{first[name]}" not in stepped:
                     self.optimizer.state.pop(parameter, None)
         # if more ranks load than saved, the additional ranks reuse the generator states of ranks that saved
         generators = found.training.generators

@@ -54,17 +54,24 @@ class Failures:
         self.failed.set()
 
 
-def outage(mirror: Mirror, s3: S3Server) -> None:
-    """Starts the mirror. Lets the server work again after the first failed pass, and waits for a complete one."""
+def warning_of_outage(s3: S3Server, folder: Path, caplog: pytest.LogCaptureFixture) -> str:
+    """Starts the mirror of a run with a checkpoint. Lets the server work again after the first failed pass, and waits
+    for a complete one. Returns the only warning."""
     metrics = Failures()
-    mirror.start(within_s=0.0)
-    mirror.report_to(metrics)  # type: ignore[arg-type]
-    assert metrics.failed.wait(LIMIT_S), "a refused call is a failed pass"
-    metrics.succeeded.clear()
-    s3.before = lambda call: None
-    assert metrics.succeeded.wait(LIMIT_S)
-    mirror.finish(within_s=LIMIT_S)
-    assert mirror.missing() == ""
+    with new_run(folder, steps=3) as run:
+        save(run, 3)
+        mirror = mirror_of(run, url=URL)
+        mirror.start(within_s=0.0)
+        mirror.report_to(metrics)  # type: ignore[arg-type]
+        assert metrics.failed.wait(LIMIT_S), "a refused call is a failed pass"
+        metrics.succeeded.clear()
+        s3.before = lambda call: None
+        assert metrics.succeeded.wait(LIMIT_S)
+        mirror.finish(within_s=LIMIT_S)
+        assert mirror.missing() == ""
+    assert steps_in_mirror() == {3}
+    [text] = warnings(caplog)
+    return text
 
 
 def test_calls_that_are_throttled_now_and_then_are_repeated(
@@ -84,11 +91,7 @@ def test_an_outage_is_said_once_and_the_mirror_is_complete_after_it(
     s3: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     s3.before = lambda call: SLOW_DOWN if call.writes else None
-    with new_run(tmp_path, steps=3) as run:
-        save(run, 3)
-        outage(mirror_of(run, url=URL), s3)
-    assert steps_in_mirror() == {3}
-    [text] = warnings(caplog)
+    text = warning_of_outage(s3, tmp_path, caplog)
     assert "nothing can be sent to" in text
     assert "reduce your request rate" in text or "SlowDown" in text
 
@@ -103,11 +106,7 @@ def test_wrong_keys_do_not_end_the_run_and_a_reader_gets_a_sentence(
     s3.before = lambda call: Refusal(403, "InvalidAccessKeyId") if call.key_id != "right" else None
     with pytest.raises(RunError, match=r"cannot be read \(PermissionError: .*check the URL, and the keys"):
         fetched(URL, [f"run.dir={tmp_path / 'elsewhere'}"], step=None, report=print)
-    with new_run(tmp_path, steps=3) as run:
-        save(run, 3)
-        outage(mirror_of(run, url=URL), s3)
-    assert steps_in_mirror() == {3}
-    [text] = warnings(caplog)
+    text = warning_of_outage(s3, tmp_path, caplog)
     assert "PermissionError" in text
     assert "Training goes on" in text
 

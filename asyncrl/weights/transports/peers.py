@@ -27,7 +27,8 @@ KNOWING_WHO_IS_MISSING = 0.9
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the ranks meet. Ranks 0 to train_world_size − 1 train, the others generate; rank 0 listens at host:port.
+    """The address at which the ranks meet, and their numbers. Ranks 0 to train_world_size − 1 train, and the others
+    generate. Rank 0 listens at host:port.
 
     `timeout_s` is `weights.load_timeout_s` of the config. It limits joining, and each exchange as a whole. Every group
     needs a port of its own, at which rank 0 can listen, or already listens.
