@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 import xxhash
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.config.parts import part_configs
@@ -99,7 +99,8 @@ def ensure_model(
 
 
 def ensure_description(config: Config) -> str:
-    """Writes the tiny model's config and tokenizer to `config.model.path` if they are not there yet. Returns the path.
+    """Writes the files of the tiny model to `config.model.path` that an engine reads beside its weights, if they are
+    not there yet. `ensure_model` writes the same ones. Returns the path.
 
     A tiny model with another config or tokenizer there is replaced, so its weights are lost. A directory that this
     module did not write stays as it is. Without `model.tiny`, nothing is written.
@@ -114,7 +115,7 @@ def ensure_description(config: Config) -> str:
         if "fingerprint" in was:
             recipe[_REPLACED] = was["fingerprint"]
         described.architectures = [Qwen3ForCausalLM.__name__]
-        _put(path, parts=[described, tokenizer], recipe=recipe)
+        _put(path, parts=[described, GenerationConfig.from_model_config(described), tokenizer], recipe=recipe)
     return config.model.path
 
 
