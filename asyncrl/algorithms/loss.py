@@ -238,8 +238,7 @@ def interpolated_policy(logprobs: torch.Tensor, *, behaviour: torch.Tensor, stal
     For a token that is d versions old, the result is behaviour + (1 − 1/d) · (sg lp − behaviour), where sg is
     stop-gradient. For d = 0 it is sg lp, the current log-probs.
     """
-    behaviour, staleness = wide(behaviour), wide(staleness)
-    current = wide(logprobs.detach())
+    current = logprobs.detach()
     between = behaviour + (1 - 1 / staleness.clamp(min=1)) * (current - behaviour)
     # for d = 0, behaviour + (current − behaviour) would differ from current by a rounding error, and a gate on the sign
     # of current − proximal would drop tokens

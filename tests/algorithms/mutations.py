@@ -19,11 +19,6 @@ class Mutation(NamedTuple):
 
 
 LOSS = [
-    (
-        "an interpolated policy in half precision",
-        "behaviour, staleness = wide(behaviour), wide(staleness)",
-        "pass",
-    ),
     ("gradients add up in half precision", "next_token_logprobs = wide(next_token_logprobs)", "pass"),
     ("half precision is pooled", "if is_half(columns[name].dtype):", "if False:"),
     ("α and 1 − α swapped", "1 - 1 / staleness.clamp(min=1)", "1 / staleness.clamp(min=1)"),
