@@ -56,6 +56,8 @@ COLUMNS = (
 )
 CASES: dict[str, tuple[str, Sequence[str]]] = {
     "help": (command("--help"), (*LARGE, "asyncrl.cli.config", "asyncrl.cli.doctor", "pydantic")),
+    # benchmarks/gpu measures models on machines that have torch and transformers only.
+    "objective": (imports("asyncrl.algorithms.objective"), (*LARGE, "pydantic")),
     "asyncrl": (imports("asyncrl"), LARGE),
     "public names": (PACKAGE, LARGE),
     "doctor --help": (command("doctor", "--help"), LARGE),

@@ -22,7 +22,6 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
-from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from asyncrl.errors import ConfigError, Terminated
 from asyncrl.user_code import USER_FOLDERS, describe_error
@@ -280,6 +279,9 @@ def _typed(value: Any, annotation: Any, *, key: str, name: str) -> Any:
     path, but a text is not read as a number. Raises ConfigError if the value is not of this type."""
     if annotation is inspect.Parameter.empty or isinstance(annotation, str):
         return value
+    # Its import takes seconds, and a machine that only measures a model's passes may lack it.
+    from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(annotation)
         text = json.dumps(value)
