@@ -38,8 +38,9 @@ def chain_holds(history: History) -> str:
     first, last = history.steps[0], history.steps[-1]
     start = "" if history.forked_from is None else f"the fork began with the digest {first.before:016x}, and "
     return (
-        f"{len(history.steps)} steps follow each other, {published} publications and {saved} checkpoints have the "
-        f"weights of their versions; {start}the digest after step {last.step} is {last.after:016x}"
+        f"{len(history.steps)} steps follow each other; {published} publications are in the order of their versions, "
+        f"and equal weights have equal bytes; {saved} checkpoints have the weights of their versions; {start}the "
+        f"digest after step {last.step} is {last.after:016x}"
     )
 
 
