@@ -68,9 +68,17 @@ def no_url(advice: str) -> BeforeValidator:
 
 
 def storage_url(value: str | None) -> str | None:
-    """Refuses a text that is not a URL of one storage."""
-    if value is not None and ("::" in value or not re.fullmatch(r"[a-z0-9+.-]+://\S+", value)):
+    """Refuses a text that is not a URL of one storage, and one that means other folders than it seems to."""
+    if value is None:
+        return None
+    if "::" in value or not re.fullmatch(r"[a-z0-9+.-]+://\S+", value):
         raise PydanticCustomError("url", "is not the URL of a folder; write e.g. s3://bucket/quickstart")
+    if re.search(r"[*?\[\]]", value):  # fsspec would delete and list all folders whose names match
+        raise PydanticCustomError("url", "has one of the characters * ? [ ], which stand for other folders, too")
+    if re.match(r"(file|local)://[^/]", value):
+        raise PydanticCustomError(
+            "url", "names a folder below the working directory; write three slashes: file:///mnt/x"
+        )
     return value
 
 

@@ -406,6 +406,11 @@ class Mirror:
         self._sent, self._latest, self._records_s = {}, None, -float("inf")
         self._seen.clear()
         owner, writers = self._read_owner(), self._writers()
+        if owner is None and self._store.read("run.json") is not None and self._store.read(SENT) is None:
+            raise ConfigError(
+                f"run.mirror = {self._store.url}: this is the directory of a run and no mirror, and the mirror's files "
+                "would replace those of the run; name another folder"
+            )
         known = owner is None or (owner.nonce == self._owner.nonce and owner.process in writers)
         if known or complete_names(self._store.sizes(CHECKPOINTS)):
             self._check_run(owner, known=known)

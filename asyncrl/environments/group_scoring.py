@@ -78,7 +78,8 @@ class GroupScoring:
 
     def score(self, request: Request) -> None:
         """Scores the groups of a request and sends the outcomes, the last of them with `Reply.last`."""
-        self._request, self._unsent, self._sent_s, self._retire = request.id, [], time.monotonic(), ""
+        begun_s = time.monotonic()
+        self._request, self._unsent, self._sent_s, self._retire = request.id, [], begun_s, ""
         calls = list(self._calls(request.groups))
         self._unended = {call.number for call in calls}
         if self._runner is None:
@@ -91,7 +92,9 @@ class GroupScoring:
                 for call in calls:
                     if call.number in self._unended:
                         self._end(call, self._failed(call, error))
-        self.send(Reply(id=request.id, outcomes=tuple(self._unsent), last=True, retire=self._retire))
+        scored_s = time.monotonic() - begun_s
+        outcomes = tuple(self._unsent)
+        self.send(Reply(id=request.id, outcomes=outcomes, last=True, scored_s=scored_s, retire=self._retire))
 
     def _calls(self, groups: Iterable[Group]) -> Iterator[_Call]:
         number = 0

@@ -98,7 +98,8 @@ Outcome = float | Components | Failure
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """An answer to a request. `outcomes` has pairs (index of a completion, its outcome) for some of the completions.
-    The index counts over all groups of the request. The last reply has `last` set.
+    The index counts over all groups of the request. The last reply has `last` set, and `scored_s` is the time from the
+    beginning of the first call to the end of the last one, in seconds.
 
     `retire` is the reason why the process should get no further request; it is empty when the process can continue.
     With a reason, completions may be left without an outcome.
@@ -107,6 +108,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     id: int
     outcomes: tuple[tuple[int, Outcome], ...]
     last: bool
+    scored_s: float = 0.0
     retire: _Text = ""
 
 

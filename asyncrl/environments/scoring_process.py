@@ -91,6 +91,9 @@ class ScoringProcess:
         self._names: Set[str] = frozenset()  # the names of all components of rewards so far
         self.form = Form()
         """How the reward is called. It is valid after the first start of a process."""
+        self.scored_s = 0.0
+        """Seconds of scoring in the last call of `score`, as the process measured them: without the time that requests
+        and replies take. A request in which the process was lost counts as a whole."""
 
     def start(self) -> None:
         """Makes sure that a process is alive and ready for requests. Starts or replaces it if needed.
@@ -131,7 +134,7 @@ class ScoringProcess:
         process scores the other completions. If the reward has done so too often in a row (`gives_up`), the other
         completions get the same error. Raises the errors of `start`.
         """
-        scores = Scores(groups)
+        scores, self.scored_s = Scores(groups), 0.0
         while scores.open:
             self.start()
             requested = scores.request()
@@ -177,15 +180,17 @@ class ScoringProcess:
         of a call that did not end get an error."""
         child, open_before = self._child, scores.open
         assert child is not None
-        deadline = self._deadline(requested, child.progress)
+        deadline, begun_s = self._deadline(requested, child.progress), time.monotonic()
         try:
             child.send(request, deadline_s=deadline())
             reply = self._reply(child, scores, deadline=deadline)
             while not reply.last:
                 reply = self._reply(child, scores, deadline=deadline)
+            self.scored_s += reply.scored_s
             if scores.open and not (reply.retire and scores.open < open_before):
                 raise Died("sent no reward for some completions")
         except Late:
+            self.scored_s += time.monotonic() - begun_s
             failed = self._being_scored(scores, child.progress)
             self._replace("exceeded its time limit")
             count = len(failed) if self.form.batched else 1
@@ -194,6 +199,7 @@ class ScoringProcess:
             self._fail(scores, failed, RewardFailure.TIMEOUT, what + (blocked if self.form.asynchronous else ""))
             return failed[0] if failed else 0
         except Died as error:
+            self.scored_s += time.monotonic() - begun_s
             failed = self._being_scored(scores, child.progress)
             status = self._replace("died")
             if self.closing.is_set():

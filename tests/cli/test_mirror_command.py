@@ -151,6 +151,8 @@ def test_a_damaged_checkpoint_is_not_sent(ended: Path) -> None:
         ((), "the run has no run.mirror: name the URL of a folder"),
         (("s4://bucket/x",), "s4://bucket/x: asyncrl has no mirrors at s4:// URLs"),
         (("bucket/x",), "bucket/x is not the URL of a folder; write e.g. s3://bucket/quickstart"),
+        (("s3://bucket/run[1]",), "s3://bucket/run[1] has one of the characters * ? [ ], which stand for"),
+        (("file://mnt/x",), "file://mnt/x names a folder below the working directory; write three slashes"),
         (("sftp://ann:pw@host/x",), "error: the URL of the mirror has a password or a key, and commands show URLs"),
     ],
 )

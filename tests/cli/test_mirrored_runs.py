@@ -203,7 +203,7 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_not_audited(
         shutil.rmtree(mirror / "checkpoints" / name)
         return read(store, name)
 
-    assert "and 1 checkpoints have" in stdout_of("audit", f"file://{mirror}")
+    assert "; 1 checkpoints have" in stdout_of("audit", f"file://{mirror}")
     monkeypatch.setattr(fetching, "_manifest", deleting)
     assert "and 0 checkpoints have" in stdout_of("audit", f"file://{mirror}")
 

@@ -57,4 +57,4 @@ def test_what_is_typed_is_there(commands: dict[str, list[str]], repository: Path
 
 def test_no_token_is_kept_in_the_repository(repository: Path) -> None:
     ignored = (repository / ".gitignore").read_text().splitlines()
-    assert {".env", ".asyncrl-slurm/"} <= set(ignored)
+    assert {".env", ".asyncrl-slurm-*/"} <= set(ignored)

@@ -410,15 +410,35 @@ def test_a_configuration_that_cannot_run_starts_nothing(job: Job) -> None:
     assert job.calls() == []
 
 
-def test_an_allocation_without_room_for_two_pools_is_refused(job: Job) -> None:
-    code, said = job.run(NODES="n1")
+@pytest.mark.parametrize(("nodes", "learners"), [("n1", "1"), ("n1 n2", "0"), ("n1 n2", "-1")])
+def test_an_allocation_without_room_for_two_pools_is_refused(nodes: str, learners: str, job: Job) -> None:
+    code, said = job.run(NODES=nodes, LEARNER_NODES=learners)
     assert code == 2
-    assert "LEARNER_NODES = 1 of 1 nodes leaves no node to generate" in said
+    assert f"LEARNER_NODES = {learners} of {len(nodes.split())} nodes leaves no node to train or to generate" in said
     assert job.calls() == []
 
 
-def test_a_head_that_nobody_else_can_reach_is_refused(job: Job) -> None:
-    code, said = job.run(ADDRESS_OF_HEAD="127.0.1.1")
+def test_a_job_array_is_refused_because_its_jobs_would_share_a_run(job: Job) -> None:
+    code, said = job.run(SLURM_ARRAY_JOB_ID=JOB)
     assert code == 2
-    assert "set HEAD_IP" in said
+    assert "submit one job for each run" in said
+    assert job.calls() == []
+
+
+def test_a_configuration_may_have_the_metrics_host_that_the_pools_get(job: Job) -> None:
+    assert job.run("metrics.host=node")[0] == 0
+
+
+def test_a_head_that_nobody_else_can_reach_is_refused(job: Job) -> None:
+    for address in ("127.0.1.1", "::1", "2001:db8::5"):
+        code, said = job.run(ADDRESS_OF_HEAD=address)
+        assert code == 2
+        assert f"resolves to {address}, which other nodes cannot reach; set HEAD_IP" in said
     assert job.commands("ray", "start") == []
+
+
+def test_of_the_addresses_of_the_head_the_first_one_of_ipv4_is_taken(job: Job) -> None:
+    assert job.run(ADDRESS_OF_HEAD="2001:db8::5 10.0.0.5 10.0.0.6")[0] == 0
+    assert {word for call in job.commands("ray", "start") for word in call["command"] if "node-ip-address" in word} == {
+        "--node-ip-address=10.0.0.5"
+    }

@@ -282,6 +282,15 @@ def test_the_mirror_of_another_run_is_refused_and_stays_as_it_is(tmp_path: Path)
     assert content() == before
 
 
+def test_the_directory_of_a_run_is_no_mirror_and_stays_as_it_is(tmp_path: Path) -> None:
+    with new_run(tmp_path / "a", steps=3) as run, new_run(tmp_path / "b", steps=1) as other:
+        for found in (run, other):
+            before = {path: path.read_bytes() for path in found.path.rglob("*") if path.is_file()}
+            with pytest.raises(ConfigError, match="this is the directory of a run and no mirror"):
+                mirror_of(other, url=f"file://{found.path}").start()
+            assert {path: path.read_bytes() for path in found.path.rglob("*") if path.is_file()} == before
+
+
 def test_a_process_stops_when_another_one_has_taken_the_mirror(tmp_path: Path) -> None:
     """The run was resumed on another machine, while this one was cut off from the network."""
     with new_run(tmp_path, steps=1) as run:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
 from asyncrl.environments.scores import Score
 from asyncrl.environments.scoring import Scorer
-from asyncrl.environments.scoring_child import LINES_A_SECOND
+from asyncrl.environments.scoring_child import LINES_A_SECOND, ScoringChild
 from asyncrl.environments.scoring_messages import RewardFailure
 from asyncrl.environments.scoring_process import GIVEN_UP_AFTER
 from asyncrl.environments.secrets import Secrets
@@ -189,6 +190,27 @@ async def test_a_group_of_slow_completions_is_shared_among_the_processes_and_one
         assert set(shared) == {float(pid) for pid in pids(scorer)}
         together = shared
         for _ in range(1000):  # until the scorer has measured that these completions are fast
+            if len(set(together)) == 1:
+                break
+            together = await scorer.score(TASK, ["0"] * 16)
+        assert len(set(together)) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_group_is_not_shared_because_the_replies_of_its_process_are_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a busy machine, a round trip takes longer than the scoring of a group."""
+    receive = ScoringChild.receive
+
+    def late(*args: Any, **options: Any) -> Any:
+        time.sleep(0.2)
+        return receive(*args, **options)
+
+    monkeypatch.setattr(ScoringChild, "receive", late)
+    async with scoring("each", workers=2) as scorer:
+        together: list[Score] = []
+        for _ in range(20):
             if len(set(together)) == 1:
                 break
             together = await scorer.score(TASK, ["0"] * 16)
