@@ -205,7 +205,7 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_not_audited(
 
     assert "; 1 checkpoints have" in stdout_of("audit", f"file://{mirror}")
     monkeypatch.setattr(fetching, "_manifest", deleting)
-    assert "and 0 checkpoints have" in stdout_of("audit", f"file://{mirror}")
+    assert "; 0 checkpoints have" in stdout_of("audit", f"file://{mirror}")
 
 
 def test_a_disk_without_space_is_named_with_the_variable_that_chooses_another_one(
