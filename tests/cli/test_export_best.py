@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import msgspec
+import pytest
 from typer.testing import CliRunner
 
 from asyncrl.checkpoints.directory import HF, RunManifest, folder_of, write
@@ -50,3 +51,14 @@ def test_without_an_evaluation_there_is_no_best_checkpoint(tmp_path: Path) -> No
     assert done.exit_code == 2
     assert "--at best: no checkpoint of the run " in done.output
     assert "has an evaluation sums" in done.output
+
+
+def test_weights_are_not_exported_to_a_folder_that_is_named_like_a_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_with(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["export", str(run), "s3://bucket/out"])
+    assert done.exit_code == 2
+    assert "is a URL, and only a folder works here" in done.output
+    assert not list(tmp_path.glob("s3:*"))
