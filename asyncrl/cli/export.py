@@ -54,7 +54,6 @@ def export(
       asyncrl export quickstart speller --at best       the best evaluation (checkpoint.keep_best)
       asyncrl export s3://bucket/quickstart speller     from the mirror of the run (run.mirror)
     """
-
     if re.match(r"[A-Za-z0-9+.-]{2,}:/", str(folder)):  # pathlib makes one slash of two
         raise ConfigError(f"{folder} is a URL, and only a folder works here; export to a folder, and copy it")
 

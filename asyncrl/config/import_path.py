@@ -279,7 +279,7 @@ def _typed(value: Any, annotation: Any, *, key: str, name: str) -> Any:
     path, but a text is not read as a number. Raises ConfigError if the value is not of this type."""
     if annotation is inspect.Parameter.empty or isinstance(annotation, str):
         return value
-    # Its import takes seconds, and a machine that only measures a model's passes may lack it.
+    # imported here, because objectives import this module, and benchmarks/gpu runs where there is no pydantic
     from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
     try:

@@ -376,7 +376,8 @@ class Mirror:
         """Sends everything that is finished now. With `due_only`, records are left out if they were sent recently
         (`LEAST_SHARE`) and no checkpoint is to be sent.
 
-        Raises ConfigError if another run or process writes the mirror, and the errors of the storage.
+        Raises ConfigError if another run or process writes the mirror, or if it is the directory of a run, and the
+        errors of the storage.
         """
         if self.found and not self._has_owner():
             logger.warning("run.mirror: %s was emptied, so everything is sent there again", self._store.url)

@@ -186,9 +186,9 @@ class ScoringProcess:
             reply = self._reply(child, scores, deadline=deadline)
             while not reply.last:
                 reply = self._reply(child, scores, deadline=deadline)
-            self.scored_s += reply.scored_s
             if scores.open and not (reply.retire and scores.open < open_before):
                 raise Died("sent no reward for some completions")
+            self.scored_s += reply.scored_s
         except Late:
             self.scored_s += time.monotonic() - begun_s
             failed = self._being_scored(scores, child.progress)
