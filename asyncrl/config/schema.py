@@ -374,10 +374,11 @@ class ScoringSection(Section):
     longer is killed and replaced, and the other completions of its group are scored in the new process. A reward
     function that takes a whole group has this time for each completion of the group."""
     score_workers: PositiveInt = 1
-    """Scoring processes of a replica. A process scores one group at a time; with an async reward it scores all waiting
-    groups together, up to 64 completions. The processes share the completions of a group if the reward takes one
-    completion, is not async, and needs longer than a few milliseconds. A process runs the agents of one group at a
-    time, so they need as many processes as `generator.max_concurrent_groups`."""
+    """Scoring processes of a replica. A process takes waiting groups until their scoring is expected to take 50 ms, one
+    after the other; with an async reward it scores up to 64 completions of them at the same time. The processes share
+    the completions of a group if the reward takes one completion, is not async, and needs longer than a few
+    milliseconds. A process runs the agents of one group at a time, so they need as many processes as
+    `generator.max_concurrent_groups`."""
     score_memory_mib: PositiveInt = 2048
     """Maximum memory of reward code in a scoring process, in addition to the memory that its imports took, MiB."""
 

@@ -33,6 +33,10 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     agent: bool = False
     tools: tuple[dict[str, Any], ...] = ()
 
+    def calls(self, completions: int) -> list[int]:
+        """Returns the number of completions of each call that scores a group of `completions`."""
+        return [completions] if self.batched else [1] * completions
+
     def limit_s(self, timeout_s: float, completions: int) -> float:
         """Returns the limit of one call in seconds. A batched call gets `timeout_s` for each of its completions."""
         return timeout_s * completions if self.batched else timeout_s

@@ -47,10 +47,11 @@ class Scores:
         """The indices of the requested completions that have no score yet."""
         return [number for number, place in enumerate(self._requested) if self._found[place] is None]
 
-    def of_group(self, number: int) -> list[int]:
-        """Returns the indices of the requested completions in the group of completion `number`."""
-        groups = [self._group_of[place] for place in self._requested]
-        return [each for each, group in enumerate(groups) if group == groups[number]]
+    def left_of_group(self, number: int) -> list[int]:
+        """Returns the indices of the requested completions in the group of completion `number` that have no score
+        yet."""
+        group = self._group_of[self._requested[number]]
+        return [each for each in self.left if self._group_of[self._requested[each]] == group]
 
     def take(self, outcomes: Iterable[tuple[int, Outcome]]) -> bool:
         """Keeps the outcomes of completions, and returns True. Keeps none and returns False if one of the completions
@@ -68,10 +69,10 @@ class Scores:
         """Makes `failure` the score of the requested completions with these indices."""
         self.take((number, failure) for number in numbers)
 
-    def give_up(self) -> None:
-        """Makes the last failure the score of each completion that has none, because they are not scored any more."""
+    def give_up(self, numbers: Iterable[int]) -> None:
+        """Makes the last failure the score of these requested completions, because they are not scored any more."""
         assert self._last is not None, "no completion has failed"
-        self.fail(self.left, msgspec.structs.replace(self._last, of_call=True))
+        self.fail(numbers, msgspec.structs.replace(self._last, of_call=True))
 
     def results(self) -> list[list[Score]]:
         """Returns a list of scores for each group, in the order of the group's completions. Call it only when `open` is

@@ -1,13 +1,13 @@
 """Scoring in processes that can be killed: reward code may raise, hang, crash, fork or use too much memory.
 docs/faults.md, F19, says what happens then.
 
-Reward code runs in the processes of `scoring_worker.py`. `Scorer` gives each process one group or one completion at a
-time, or several groups at once if the reward is async. A completion may take `environment.score_timeout_s` of
-wall-clock time. `Scorer` kills and replaces a process that exceeds this limit or dies, together with all processes that
-it has started, and the new process scores the completions that are left. A completion that took too long may be scored
-once more (`Scorer.score`). Requests and replies are JSON. Lines that reward code prints are passed on. `Scorer` cannot
-kill code that leaves its process tree and session on purpose, and it does not limit access to the file system or the
-network.
+Reward code runs in the processes of `scoring_worker.py`. `Scorer` gives a process the groups that wait, several in one
+request if the reward is async or fast, and single completions if it is slow. A completion may take
+`environment.score_timeout_s` of wall-clock time. `Scorer` kills and replaces a process that exceeds this limit or dies,
+together with all processes that it has started, and the new process scores the completions that are left. A completion
+that took too long may be scored once more (`Scorer.score`). Requests and replies are JSON. Lines that reward code
+prints are passed on. `Scorer` cannot kill code that leaves its process tree and session on purpose, and it does not
+limit access to the file system or the network.
 
 Each process has a thread of its own, and not a task of the caller's event loop:
 
@@ -40,6 +40,10 @@ from asyncrl.errors import DataError
 SHARED_FROM_S = 0.005
 """Seconds. If a completion takes longer, a group is divided among several processes, one completion at a time.
 Sending completions one by one costs less than a tenth of this."""
+
+TOGETHER_S = 0.05
+"""Seconds. A process takes waiting groups until their scoring is expected to take this time. On a busy machine, a
+request and its reply take longer than this."""
 
 AWAITED_AT_ONCE = 64
 """A process takes groups of an asynchronous reward until it has this number of completions, and scores all of them at
@@ -185,13 +189,12 @@ class Scorer:
                 waiting.deliver(result)
 
     def _taken(self, first: "_Waiting", form: Form) -> "list[_Waiting]":
-        """Returns the groups to score together: `first`, and more from the queue. Leaves out cancelled ones and parts
-        of groups that are given up. Takes more than one group only if the reward is async and not an agent: all
-        groups that are taken together end together, and the episodes of agents differ much in length."""
+        """Returns the groups to score together: `first`, and more from the queue while `_takes_more`. Leaves out
+        cancelled ones and parts of groups that are given up."""
         taken = [first] if first.begin() else []
         completions = len(first.group.completions)
         with contextlib.suppress(queue.Empty):
-            while form.asynchronous and not form.agent and completions < AWAITED_AT_ONCE:
+            while self._takes_more(form, completions):
                 waiting = self._line.get_nowait()
                 if waiting is None:
                     self._line.put(None)  # an end mark: it ends a thread, so a thread's next `get` must find it
@@ -200,6 +203,14 @@ class Scorer:
                     taken.append(waiting)
                     completions += len(waiting.group.completions)
         return taken
+
+    def _takes_more(self, form: Form, completions: int) -> bool:
+        """Returns whether a process that has taken `completions` completions takes one more group. Groups that are
+        taken together end together, so each process takes one agent's group, or one group of a slow reward, at a
+        time."""
+        if form.asynchronous:
+            return not form.agent and completions < AWAITED_AT_ONCE
+        return self._seconds_per_completion < min(SHARED_FROM_S, TOGETHER_S / max(completions, 1))
 
     def _scored(self, process: ScoringProcess, taken: "list[_Waiting]") -> Sequence[list[Score] | Exception]:
         results = process.score([waiting.group for waiting in taken])

@@ -67,7 +67,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to score groups: several at once for an asynchronous reward, otherwise one."""
+    """A request to score groups."""
 
     id: int
     groups: tuple[Group, ...]

@@ -127,12 +127,12 @@ class ScoringProcess:
         self.form = started.form
 
     def score(self, groups: Sequence[Group]) -> list[list[Score] | DataError]:
-        """Returns the scores of each group, or the error of a group that cannot be sent. Takes several groups only for
-        an asynchronous reward.
+        """Returns the scores of each group, or the error of a group that cannot be sent.
 
         If a completion ends the process or exceeds its time limit, the scores that are known are kept, and a new
         process scores the other completions. If the reward has done so too often in a row (`gives_up`), the other
-        completions get the same error. Raises the errors of `start`.
+        completions of the group get the same error, or all others of an asynchronous reward. Raises the errors of
+        `start`.
         """
         scores, self.scored_s = Scores(groups), 0.0
         while scores.open:
@@ -143,7 +143,9 @@ class ScoringProcess:
                 request = encode(Request(id=self._requests, groups=requested))
             except (TypeError, ValueError, RecursionError) as error:  # metadata that is not JSON, or a long message
                 if len(groups) > 1:  # send the groups one by one to find the one that cannot be sent
-                    return [result for group in groups for result in self.score([group])]
+                    alone = [(self.score([group]), self.scored_s) for group in groups]
+                    self.scored_s = sum(seconds for _, seconds in alone)
+                    return [result for results, _ in alone for result in results]
                 return [
                     DataError(
                         f"the group cannot be sent to the scoring process: {error}; check the task's metadata and the "
@@ -157,13 +159,14 @@ class ScoringProcess:
                 self._fruitless = 0  # the reward can end: it did so for the completions before
             if lost_at is not None:
                 self._fruitless += 1
-            if self.gives_up and scores.open:
-                _log.warning(
-                    "%d completions are not scored, because the reward has ended %d scoring processes in a row",
-                    scores.open,
-                    self._fruitless,
-                )
-                scores.give_up()
+                given_up = scores.left if self.form.asynchronous else scores.left_of_group(lost_at)
+                if self.gives_up and given_up:
+                    _log.warning(
+                        "%d completions are not scored, because the reward has ended %d scoring processes in a row",
+                        len(given_up),
+                        self._fruitless,
+                    )
+                    scores.give_up(given_up)
         return list(scores.results())
 
     @property
@@ -243,7 +246,7 @@ class ScoringProcess:
         number, _ = progress.read()
         if number not in left:
             return left if self.form.asynchronous or self.form.batched else left[:1]
-        return [each for each in scores.of_group(number) if each in set(left)] if self.form.batched else [number]
+        return scores.left_of_group(number) if self.form.batched else [number]
 
     def _fail(self, scores: Scores, numbers: Sequence[int], reason: RewardFailure, what: str) -> None:
         message = f"{caller(self.section)} {what}"
@@ -252,19 +255,19 @@ class ScoringProcess:
     def _deadline(self, groups: Sequence[Group], progress: Progress) -> Callable[[], float]:
         """Returns a function that gives the deadline of a request that begins now.
 
-        If the reward takes one completion after the other, the deadline moves with the progress: each completion has
-        `score_timeout_s` from its beginning. The deadline never exceeds the limits of all completions together.
-        Otherwise it is fixed: the limit of the longest call, and for an asynchronous reward `_AWAITED_GRACE_S` more.
+        The calls of an asynchronous reward begin together. The deadline is the limit of the longest one and
+        `_AWAITED_GRACE_S` more. Other calls are made one after the other, and the deadline moves with the progress:
+        each call has the limit of the longest one from its beginning. The deadline never exceeds the limits of all
+        calls together.
         """
-        timeout_s = self.section.score_timeout_s
         progress.begin(0)
         begun_s = time.monotonic()
-        most = max(len(group.completions) for group in groups)
-        if self.form.batched or self.form.asynchronous:
-            grace_s = _AWAITED_GRACE_S if self.form.asynchronous else 0.0
-            latest_s = begun_s + self.form.limit_s(timeout_s, most) + grace_s
-            return lambda: latest_s
-        return lambda: min(progress.read()[1], begun_s + timeout_s * (most - 1)) + timeout_s
+        sizes = [size for group in groups for size in self.form.calls(len(group.completions))]
+        limits_s = [self.form.limit_s(self.section.score_timeout_s, size) for size in sizes]
+        longest_s, latest_s = max(limits_s), begun_s + sum(limits_s)
+        if self.form.asynchronous:
+            return lambda: begun_s + longest_s + _AWAITED_GRACE_S
+        return lambda: min(progress.read()[1] + longest_s, latest_s)
 
     def kill(self) -> None:
         """Ends the process and its descendants. The thread that uses the process then finds it dead."""

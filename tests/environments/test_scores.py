@@ -37,18 +37,19 @@ def test_outcomes_that_were_not_requested_or_are_known_are_refused() -> None:
     assert not scores.take([(3, 1.0)])
 
 
-def test_a_group_is_found_by_any_of_its_completions_that_were_requested() -> None:
+def test_what_is_left_of_a_group_is_found_by_any_of_its_completions_that_were_requested() -> None:
     scores = two_groups()
-    assert scores.of_group(4) == [3, 4]
+    assert scores.left_of_group(4) == [3, 4]
     scores.take([(0, 1.0), (3, 1.0)])
+    assert scores.left_of_group(3) == [4]
     scores.request()
-    assert (scores.of_group(0), scores.of_group(2)) == ([0, 1], [2])
+    assert (scores.left_of_group(0), scores.left_of_group(2)) == ([0, 1], [2])
 
 
 def test_what_is_given_up_has_the_last_failure_and_no_completion_of_its_own() -> None:
     scores = two_groups()
     scores.take([(1, 1.0), (0, LATE)])
-    scores.give_up()
+    scores.give_up(scores.left)
     errors = [score for scored in scores.results() for score in scored if isinstance(score, DataError)]
     assert [(error.reason, error.completion) for error in errors] == [
         ("reward_timeout", text) for text in ("a", *[""] * 3)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from scoring_processes import pids, replaced
@@ -17,8 +18,9 @@ from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
 from asyncrl.environments import scoring_child
 from asyncrl.environments.scoring import Scorer
-from asyncrl.environments.scoring_messages import RewardFailure
-from asyncrl.environments.scoring_process import GIVEN_UP_AFTER, closed
+from asyncrl.environments.scoring_messages import Group, RewardFailure
+from asyncrl.environments.scoring_process import GIVEN_UP_AFTER, closed, started
+from asyncrl.environments.secrets import Secrets
 from asyncrl.errors import ConfigError, DataError, InfraError
 
 pytestmark = pytest.mark.integration
@@ -230,6 +232,31 @@ async def test_a_group_that_fails_anyway_is_given_up_at_the_first_hang(caplog: p
         scores = await scorer.score(TASK, ["abc", "hang", "hang", "abc"])
         assert [getattr(score, "completion", score) for score in scores] == ["", "hang", "", ""]
         assert replaced(caplog) == 1
+
+
+@pytest.mark.parametrize(("on_error", "tries"), [("fail", 1), ("mask", GIVEN_UP_AFTER)])
+@pytest.mark.fault("F19")
+def test_of_groups_that_are_scored_together_only_the_one_that_ends_the_process_is_given_up(
+    on_error: Literal["fail", "mask"], tries: int
+) -> None:
+    environment = section(timeout_s=10.0).model_copy(update={"on_error": on_error})
+    groups = [Group(task=TASK, completions=texts) for texts in (("exit",) * 5, ("abc", "ab"), ("exit",), ("abc",))]
+    with started(environment, secrets=Secrets(), output=print) as process:
+        given_up, second, third, fourth = process.score(groups)
+    assert [getattr(score, "completion", score) for score in given_up] == ["exit"] * tries + [""] * (5 - tries)
+    assert (second, fourth) == ([3.0, 2.0], [3.0])
+    assert [getattr(score, "completion", score) for score in third] == ["exit"]
+
+
+@pytest.mark.fault("F19")
+def test_a_group_behind_others_in_a_request_has_its_own_time_limits() -> None:
+    groups = [Group(task=TASK, completions=("0.6", "0.6"))] * 3
+    for reward, timeout_s in (("judges:each", 1.0), ("judges:batch", 1.0)):
+        with started(section(reward, timeout_s=timeout_s), secrets=Secrets(), output=print) as process:
+            scores = [score for group in process.score(groups) for score in group]
+        assert not any(isinstance(score, DataError) for score in scores), (
+            "3.6 s in total, within the limit of each call"
+        )
 
 
 @pytest.mark.asyncio

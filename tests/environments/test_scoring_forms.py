@@ -12,11 +12,12 @@ from scoring_processes import pids
 
 from asyncrl.config.schema import EnvironmentSection
 from asyncrl.data.prompts import Task
+from asyncrl.environments.reward_function import Form
 from asyncrl.environments.scores import Score
 from asyncrl.environments.scoring import Scorer
 from asyncrl.environments.scoring_child import LINES_A_SECOND, ScoringChild
-from asyncrl.environments.scoring_messages import RewardFailure
-from asyncrl.environments.scoring_process import GIVEN_UP_AFTER
+from asyncrl.environments.scoring_messages import Group, RewardFailure
+from asyncrl.environments.scoring_process import GIVEN_UP_AFTER, ScoringProcess
 from asyncrl.environments.secrets import Secrets
 from asyncrl.errors import ConfigError, DataError
 
@@ -117,6 +118,57 @@ async def test_completions_of_an_async_reward_are_scored_at_once_in_one_process(
 async def test_groups_of_an_async_reward_that_wait_in_line_are_scored_at_once_in_one_process() -> None:
     async with scoring("waits") as scorer, asyncio.timeout(40):  # scored one by one, they would take 100 s
         assert await asyncio.gather(*[scorer.score(TASK, ["1"]) for _ in range(100)]) == [[1.0]] * 100
+
+
+@pytest.mark.asyncio
+async def test_groups_of_a_fast_reward_that_wait_in_line_are_sent_in_one_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, sizes = threading.Event(), list[int]()
+    receive, score = ScoringChild.receive, ScoringProcess.score
+
+    def gated(*args: Any, **options: Any) -> Any:
+        assert gate.wait(60)
+        return receive(*args, **options)
+
+    def counted(process: ScoringProcess, groups: Sequence[Group]) -> list[list[Score] | DataError]:
+        sizes.append(len(groups))
+        return score(process, groups)
+
+    async with scoring("each") as scorer:
+        monkeypatch.setattr(ScoringChild, "receive", gated)
+        monkeypatch.setattr(ScoringProcess, "score", counted)
+        for _ in range(20):  # a measurement of the first group may be slow on a busy machine
+            if max(sizes, default=0) > 1:
+                break
+            gate.clear()
+            scores = [asyncio.ensure_future(scorer.score(TASK, ["0"])) for _ in range(20)]
+            while scorer._line.qsize() < 19:
+                await asyncio.sleep(0)
+            gate.set()
+            assert await asyncio.gather(*scores) == [[float(pids(scorer)[0])]] * 20
+    assert max(sizes) > 1
+
+
+@pytest.mark.parametrize(
+    ("form", "seconds_per_completion", "completions", "more"),
+    [
+        (Form(), float("inf"), 8, False),
+        (Form(), 0.001, 48, True),
+        (Form(), 0.001, 51, False),
+        (Form(), 0.006, 1, False),
+        (Form(batched=True), 0.001, 48, True),
+        (Form(asynchronous=True), 1.0, 63, True),
+        (Form(asynchronous=True), 0.0, 64, False),
+        (Form(asynchronous=True, agent=True), 0.0, 1, False),
+    ],
+)
+def test_a_process_takes_groups_until_their_scoring_would_hold_up_the_first_one(
+    form: Form, seconds_per_completion: float, completions: int, *, more: bool
+) -> None:
+    scorer = Scorer(EnvironmentSection(reward="judges:each"))
+    scorer._seconds_per_completion = seconds_per_completion
+    assert scorer._takes_more(form, completions) is more
 
 
 @pytest.mark.asyncio
