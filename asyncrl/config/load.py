@@ -1,9 +1,10 @@
 """Loads a validated `Config` from files and the command line, and writes a `Config` as YAML.
 
 Layers (files, or mappings from Python) are merged from left to right. All overrides together are the last layer.
-Mappings are merged key by key; any other value replaces the earlier value. Validation is strict about types: `true` is
-not accepted as a number, nor `"8"` as an integer. All violations are reported in one error, each with the layer or
-override that set the value. `asyncrl.config.rules.check_config` checks the rules that involve several fields.
+Mappings are merged key by key, except for `_REPLACED`; any other value replaces the earlier value. Validation is strict
+about types: `true` is not accepted as a number, nor `"8"` as an integer. All violations are reported in one error, each
+with the layer or override that set the value. `asyncrl.config.rules.check_config` checks the rules that involve several
+fields.
 """
 
 import difflib
@@ -12,9 +13,9 @@ import json
 import re
 import shlex
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple, cast, get_args, get_origin
 from urllib.parse import unquote
 
 import yaml
@@ -31,8 +32,9 @@ from asyncrl.config.schema import PER_DEPLOYMENT, Config, DatasetSection, KeyPat
 from asyncrl.errors import ConfigError
 
 _REPLACED: Collection[KeyPath] = {("algorithm", "loss"), ("algorithm", "advantage")}
-"""Mappings that a later layer replaces as a whole if it sets the key `name` in them: their other keys are options that
-belong to this name."""
+"""Mappings that are one value: a later layer replaces them as a whole, because the axes of two objectives, or the
+options of two functions, do not belong together. Dotted keys such as `algorithm.loss.cap` change single keys, unless
+one of them is `name`."""
 
 _OF_ITS_NAME: Mapping[KeyPath, Collection[str]] = dict.fromkeys(
     (("learner", "optimizer"), ("critic", "optimizer")), ("options", "betas", "eps", "weight_decay")
@@ -180,19 +182,19 @@ def _text_of(file: Path) -> str:
 
 def _parse_overrides(overrides: Sequence[str]) -> dict[str, object]:
     """Returns all overrides as one layer. Raises ConfigError with the problems of all of them."""
-    tree: dict[str, object] = {}
+    parsed: list[tuple[str, object]] = []
     problems: list[str] = []
     for override in overrides:
         try:
-            _merge(tree, _parse_override(override), origin="", origins={})
+            parsed.append(_parse_override(override))
         except ConfigError as error:
             problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
-    return tree
+    return _nested(parsed)
 
 
-def _parse_override(override: str) -> dict[str, object]:
+def _parse_override(override: str) -> tuple[str, object]:
     key, equals, text = override.partition("=")
     is_file = override.endswith((".yaml", ".yml")) or Path(override).is_file()
     if not equals and (is_file or recipe_file(override)):
@@ -205,9 +207,9 @@ def _parse_override(override: str) -> dict[str, object]:
     quoted = shlex.quote(json.dumps(text, ensure_ascii=False))
     fix = f"; the value is read as YAML, and text like this needs quotes: {key}={quoted}"
     try:
-        return _nested({key: parse_yaml(text, source=f"override {override!r}", fix=fix)})
+        return key, parse_yaml(text, source=f"override {override!r}", fix=fix)
     except ConfigError:
-        if secrets := list(secret_values(_nested({key: text}))):  # the error of `parse_yaml` may show the text
+        if secrets := list(secret_values(_nested([(key, text)]))):  # the error of `parse_yaml` may show the text
             raise ConfigError(secret_message(secrets[0], origin=f" ({ON_COMMAND_LINE})")) from None
         raise
 
@@ -215,18 +217,23 @@ def _parse_override(override: str) -> dict[str, object]:
 def _source(number: int, layer: Layer) -> tuple[str, Callable[[], dict[str, object]]]:
     """Returns where the keys of a layer stand, for messages, and a function that reads the layer."""
     if isinstance(layer, Mapping):
-        return f"in mapping {number}", lambda: plain(_nested(layer), source=f"mapping {number}")
+        return f"in mapping {number}", lambda: _nested(plain(layer, source=f"mapping {number}").items())
     return f"in {layer}", functools.partial(_read_layer, Path(layer))
 
 
-def _nested(layer: Mapping[str, object]) -> dict[str, object]:
-    """Returns a mapping as a tree in which dotted keys have become sections."""
+class _Keys(dict[str, object]):
+    """A mapping that stands for dotted keys, and not for the whole value of its key."""
+
+
+def _nested(items: Iterable[tuple[str, object]]) -> dict[str, object]:
+    """Returns pairs of a key and its value as a tree in which dotted keys have become sections. Their order counts only
+    if a key occurs twice: `a.b` changes the value of `a`, also if it stands before it."""
     tree: dict[str, object] = {}
-    for key, value in layer.items():
-        section, *below = str(key).split(".")
-        for name in reversed(below):
-            value = {name: value}
-        _merge(tree, {section: value}, origin="", origins={})
+    origins: dict[KeyPath, str] = {}
+    for path, value in sorted(((str(key).split("."), value) for key, value in items), key=lambda item: len(item[0])):
+        for name in reversed(path):
+            value = _Keys({name: value})
+        _merge(tree, cast("_Keys", value), origin="", origins=origins)
     return tree
 
 
@@ -240,13 +247,14 @@ def _merge(
 ) -> None:
     """Merges `layer` into `into` in place, and writes into `origins` where each key was set last."""
     for name, value in layer.items():
-        origins[(*path, name)] = origin
+        earlier, origins[(*path, name)] = origins.get((*path, name), origin), origin
         if not isinstance(value, Mapping):
             into[name] = value
             continue
         below = into.get(name)
-        if not isinstance(below, dict) or ((*path, name) in _REPLACED and "name" in value):
-            below = into[name] = {}
+        whole = not isinstance(value, _Keys) or ("name" in value and earlier != origin)
+        if not isinstance(below, dict) or ((*path, name) in _REPLACED and whole):
+            below = into[name] = _Keys() if isinstance(value, _Keys) else {}
         if value.get("name", "") not in ("", below.get("name", ADAMW)):
             for key in _OF_ITS_NAME.get((*path, name), ()):
                 if origins.get((*path, name, key), origin) != origin:

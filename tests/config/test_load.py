@@ -365,8 +365,53 @@ def test_a_leading_tilde_is_the_home_directory(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-def test_an_advantage_with_a_name_replaces_the_one_below_with_its_options(tmp_path: Path) -> None:
-    base = _write(tmp_path / "a.yaml", "algorithm: {advantage: {name: 'm:ranked', temperature: 0.5}}\n")
-    assert load_config([base], ["algorithm.advantage={name: 'm:other'}"]).algorithm.advantage == {"name": "m:other"}
-    merged = load_config([base], ["algorithm.advantage.temperature=0.7"]).algorithm.advantage
-    assert merged == {"name": "m:ranked", "temperature": 0.7}
+@pytest.mark.parametrize("key", ["loss", "advantage"])
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["={name: 'm:other'}"], {"name": "m:other"}),
+        (["={anchor: proximal}"], {"anchor": "proximal"}),
+        (["={}"], {}),
+        (["={name: 'm:other'}", ".cap=2"], {"name": "m:other", "cap": 2}),
+        ([".cap=2", "={name: 'm:other'}"], {"name": "m:other", "cap": 2}),
+        (["={name: 'm:other', cap: 3}", "={anchor: proximal}"], {"anchor": "proximal"}),
+        ([".temperature=0.7"], {"name": "m:ranked", "temperature": 0.7}),
+        ([".name=m:other", ".cap=2"], {"name": "m:other", "cap": 2}),
+        ([".cap=2", ".name=m:other"], {"name": "m:other", "cap": 2}),
+        (["=m:other"], "m:other"),
+    ],
+)
+def test_an_objective_and_an_estimator_are_replaced_as_a_whole_and_dotted_keys_change_single_options(
+    tmp_path: Path, key: str, overrides: list[str], expected: object
+) -> None:
+    base = _write(tmp_path / "a.yaml", f"algorithm: {{{key}: {{name: 'm:ranked', temperature: 0.5}}}}\n")
+    on_command_line = [f"algorithm.{key}{override}" for override in overrides]
+    assert load_config([base], on_command_line).algorithm.model_dump()[key] == expected
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        {"algorithm": {"loss": {"anchor": "proximal"}}},
+        {"algorithm.loss": {"anchor": "proximal"}},
+        "algorithm: {loss: {anchor: proximal}}",
+    ],
+)
+def test_the_axes_of_a_later_layer_are_not_mixed_with_those_of_an_earlier_one(
+    tmp_path: Path, layer: dict[str, object] | str
+) -> None:
+    gates = {"algorithm": {"loss": {"gates": [{"stat": "k1", "by": "token", "lo": -1.0}]}}}
+    later = _write(tmp_path / "b.yaml", layer) if isinstance(layer, str) else layer
+    assert load_config([gates, later]).algorithm.loss == {"anchor": "proximal"}
+    assert load_config([gates, {"algorithm.loss.anchor": "proximal"}]).algorithm.loss == {
+        **gates["algorithm"]["loss"],
+        "anchor": "proximal",
+    }
+
+
+def test_a_key_within_a_section_counts_more_than_the_section_wherever_it_stands() -> None:
+    for overrides in (
+        ["staleness={max_versions: 1}", "staleness.max_versions=3"],
+        ["staleness.max_versions=3", "staleness={max_versions: 1}"],
+    ):
+        assert load_config([], overrides).staleness.max_versions == 3
