@@ -20,6 +20,7 @@ import pytest
 from typer.testing import CliRunner
 
 from asyncrl.cli.main import app
+from asyncrl.config.load import load_config
 
 SCRIPT = Path(__file__).parents[2] / "deploy" / "slurm" / "asyncrl.sbatch"
 QUICKSTART = SCRIPT.parents[2] / "configs" / "quickstart.yaml"
@@ -223,6 +224,21 @@ def test_the_first_nodes_train_and_all_others_generate(job: Job) -> None:
     assert job.requeued is False
 
 
+def test_the_run_may_use_three_quarters_of_the_drain_unless_the_user_says_otherwise(job: Job, tmp_path: Path) -> None:
+    """The file with this default is the first one, so that each file and override of the user changes it."""
+    own = tmp_path / "own.yaml"
+    own.write_text("run: {shutdown_grace_s: 33.0}")
+    job.start("-c", str(own), DRAIN_S="100", LEARNER_S="300")
+    wait_for(lambda: job.commands("asyncrl", "learner") and job.commands("asyncrl", "generator"))
+    for pool in ("learner", "generator"):
+        [call] = job.commands("asyncrl", pool)
+        words = call["command"]
+        files = [Path(words[place + 1]) for place, word in enumerate(words) if word == "-c"]
+        assert files[1:] == [QUICKSTART, own]
+        assert load_config(files[:2]).run.shutdown_grace_s == 75
+        assert load_config(files).run.shutdown_grace_s == 33
+
+
 def test_a_ray_node_that_does_not_start_is_started_again_except_the_head(job: Job) -> None:
     assert job.run()[0] == 0
     tried = job.folder / "tried"
@@ -291,8 +307,8 @@ def test_the_commands_are_what_asyncrl_takes(job: Job, monkeypatch: pytest.Monke
     monkeypatch.chdir(job.folder)
     for command in ("learner", "generator"):
         [call] = job.commands("asyncrl", command)
-        _, _, address, _, allow, option, file, *overrides = call["command"]
-        for words in ([command, address, "x", allow, "--help"], ["config", "check", allow, option, file, *overrides]):
+        _, _, address, _, allow, *given = call["command"]
+        for words in ([command, address, "x", allow, "--help"], ["config", "check", allow, *given]):
             done = CliRunner().invoke(app, words)
             assert done.exit_code == 0, done.output
 
