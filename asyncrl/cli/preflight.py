@@ -39,7 +39,7 @@ from asyncrl.data.rows import FIRST_ROWS
 from asyncrl.demo.directory import is_tiny, why_not_built
 from asyncrl.deployment.known_runs import has_checkpoint
 from asyncrl.deployment.local_clusters import use_ray_token
-from asyncrl.deployment.mirror import url_problem
+from asyncrl.deployment.mirror import Store, check_no_run, url_problem
 from asyncrl.deployment.temporary_folders import temporary_folder_problems
 from asyncrl.environments.reasoning_gym_tasks import task_names
 from asyncrl.environments.secrets import hide_secrets
@@ -298,8 +298,17 @@ def _run_directory(config: Config) -> Iterator[str]:
 
 
 def _mirror(config: Config) -> Iterator[str]:
-    if config.run.mirror is not None and (problem := url_problem(config.run.mirror)):
+    if (url := config.run.mirror) is None:
+        return
+    if problem := url_problem(url):
         yield f"run.mirror = {problem}"
+    elif url.startswith("memory://"):
+        yield f"run.mirror = {url}: a mirror in the memory of the run's process ends with it; use e.g. s3:// or file://"
+    elif (store := Store(url)).in_place:
+        try:
+            check_no_run(store)
+        except (ConfigError, OSError) as error:
+            yield str(error) if isinstance(error, ConfigError) else f"run.mirror = {url}: cannot be read ({error})"
 
 
 def _inside_run(config: Config) -> list[str]:

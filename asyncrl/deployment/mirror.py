@@ -23,6 +23,7 @@ under a temporary name and then renamed.
 """
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -50,6 +51,8 @@ from asyncrl.run_files import FILE_BYTES, RECORD_BYTES, UNREADABLE, opened, read
 from asyncrl.shown_text import redacted
 
 if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
     from asyncrl.metrics.recorders import LearnerMetrics
 
 logger = logging.getLogger(__name__)
@@ -127,6 +130,16 @@ def url_problem(url: str) -> str | None:
     return None
 
 
+def check_no_run(store: "Store") -> None:
+    """Raises ConfigError if the folder is the directory of a run, whose files a mirror would replace. Raises the errors
+    of the storage."""
+    if store.read("run.json") is not None and store.read(SENT) is None and store.read(OWNER) is None:
+        raise ConfigError(
+            f"run.mirror = {store.url}: this is the directory of a run and no mirror, and the mirror's files would "
+            "replace those of the run; name another folder"
+        )
+
+
 class Owner(msgspec.Struct, frozen=True):
     """The run (its `nonce`) and the process (its random token) that write a mirror."""
 
@@ -150,15 +163,24 @@ class Sent(msgspec.Struct, frozen=True, array_like=True):
 
 class Store:
     """The files below a URL of fsspec, by their names relative to it. All methods raise the errors of the
-    implementation, which may be of any type."""
+    implementation, which may be of any type. `in_place` is whether the files are on a file system of this machine."""
 
     def __init__(self, url: str) -> None:
+        self.url = url
+        self.in_place = url.startswith(("file://", "local://"))
+
+    @functools.cached_property
+    def _opened(self) -> "tuple[AbstractFileSystem, str]":
+        """The file system, and the path of the URL there. Some implementations, such as sftp, connect when they are
+        made."""
         from fsspec.core import url_to_fs  # takes a tenth of a second, and few runs have a mirror
 
-        self.url = url
-        self._in_place = url.startswith(("file://", "local://"))
-        self._fs, base = url_to_fs(url, **({"auto_mkdir": True} if self._in_place else {}))
-        self._base = base.rstrip("/")
+        fs, base = url_to_fs(self.url, **({"auto_mkdir": True} if self.in_place else {}))
+        return fs, base.rstrip("/")
+
+    @property
+    def _fs(self) -> "AbstractFileSystem":
+        return self._opened[0]
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         """Returns the size in bytes of each file below `folder`. Links and other entries are left out."""
@@ -170,7 +192,7 @@ class Store:
     def send(self, path: Path, name: str) -> None:
         """Copies the file `path` to `name`."""
         target = self._at(name)
-        if not self._in_place:
+        if not self.in_place:
             self._fs.put_file(str(path), target)
         else:
             self._fs.put_file(str(path), target + _PART)
@@ -178,7 +200,7 @@ class Store:
 
     def write(self, name: str, content: bytes) -> None:
         target = self._at(name)
-        if not self._in_place:
+        if not self.in_place:
             self._fs.pipe_file(target, content)
         else:
             self._fs.pipe_file(target + _PART, content)
@@ -206,7 +228,7 @@ class Store:
         """Returns the content of a file with one record; None if there is no such file. Raises FileRefused as `chunks`
         does, for a file with more than `RECORD_BYTES`."""
         try:
-            if self._in_place:
+            if self.in_place:
                 return b"".join(self.chunks(name, most=RECORD_BYTES))
             # one call in place of three; an object store has no links
             content: bytes = self._fs.cat_file(self._at(name), start=0, end=RECORD_BYTES + 1)
@@ -227,7 +249,7 @@ class Store:
             raise PermissionError(f"{name} is still there after its deletion, which the storage may not allow")
 
     def _at(self, name: str) -> str:
-        return f"{self._base}/{name}"
+        return f"{self._opened[1]}/{name}"
 
 
 class _Interrupted(Exception):
@@ -407,11 +429,8 @@ class Mirror:
         self._sent, self._latest, self._records_s = {}, None, -float("inf")
         self._seen.clear()
         owner, writers = self._read_owner(), self._writers()
-        if owner is None and self._store.read("run.json") is not None and self._store.read(SENT) is None:
-            raise ConfigError(
-                f"run.mirror = {self._store.url}: this is the directory of a run and no mirror, and the mirror's files "
-                "would replace those of the run; name another folder"
-            )
+        if owner is None:
+            check_no_run(self._store)
         known = owner is None or (owner.nonce == self._owner.nonce and owner.process in writers)
         if known or complete_names(self._store.sizes(CHECKPOINTS)):
             self._check_run(owner, known=known)

@@ -397,3 +397,13 @@ def test_a_mirror_that_cannot_work_is_missed_where_the_learner_runs() -> None:
     assert line.startswith("run.mirror = s4://bucket/quickstart: asyncrl has no mirrors at s4:// URLs")
     assert missing(*overrides, roles=(Role.GENERATOR,)) == []
     assert missing("run.mirror=file:///tmp/quickstart") == []
+    [line] = missing("run.mirror=memory://quickstart")
+    assert "a mirror in the memory of the run's process ends with it" in line
+
+
+def test_the_directory_of_a_run_is_no_mirror_already_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    [line] = missing(f"run.mirror=file://{tmp_path}")
+    assert "this is the directory of a run and no mirror" in line
+    (tmp_path / "sent.json").write_text("{}")
+    assert missing(f"run.mirror=file://{tmp_path}") == []

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from made_up_run import make_step
@@ -268,6 +269,27 @@ def test_a_checkpoint_that_is_replaced_while_it_is_sent_is_not_marked_complete(
         assert checkpoints() == set()
         mirror.pass_once()
         assert content()[f"{latest()['checkpoint']}/policy/weights"] == b"b" * 20
+
+
+def test_a_storage_that_cannot_be_opened_at_the_start_is_tried_again(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some implementations of fsspec connect when they are made."""
+    monkeypatch.setattr(module, "RETRY_S", 0.0)
+    opened, tries = fsspec.core.url_to_fs, list[str]()
+
+    def url_to_fs(url: str, **options: Any) -> Any:
+        tries.append(url)
+        if len(tries) < 3:
+            raise ConnectionRefusedError("no server")
+        return opened(url, **options)
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", url_to_fs)
+    with new_run(tmp_path, steps=1) as run:
+        mirror = mirror_of(run)
+        mirror.start()
+        mirror.finish(within_s=60)
+        assert content()["steps.jsonl"] == (run.path / "steps.jsonl").read_bytes()
 
 
 def test_the_mirror_of_another_run_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
