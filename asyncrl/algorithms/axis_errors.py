@@ -13,11 +13,19 @@ import msgspec
 from msgspec.inspect import EnumType, LiteralType, StructType, Type, UnionType, VarTupleType, type_info
 
 from asyncrl.config.import_path import suggest
+from asyncrl.config.schema import AlgorithmSection
 
 _Place = tuple[str | int, ...]
 """The place of a part in a mapping of axes: keys, and indices of list entries."""
-_PLACE = re.compile(r"at `\$\.(?P<place>[^`]*)`")
+_PLACE = re.compile(r" - at `\$\.?(?P<place>[^`]*)`")
 _UNKNOWN_FIELD = re.compile(r"unknown field `(?P<field>[^`]*)`")
+_MISSING_FIELD = re.compile(r"Object missing required field (?P<field>`[^`]*`)")
+_TYPES = {
+    "object": "a mapping", "array": "a list", "str": "a text", "int": "an integer", "float": "a number",
+    "bool": "true or false", "null": "null",
+}  # fmt: skip
+"""The types in msgspec's errors, in the words of YAML."""
+_NAMED_TYPES = re.compile(rf"`((?:{'|'.join(_TYPES)})(?: \| (?:{'|'.join(_TYPES)}))*)`")
 
 
 def check_positive(name: str, value: float, advice: str = "") -> None:
@@ -32,8 +40,9 @@ def check_ratio_bounds(name: str, lo: float, hi: float, advice: str = "") -> Non
         raise ValueError(f"{name} bounds are ratios and must satisfy 0 ≤ lo ≤ 1 ≤ hi, got lo={lo}, hi={hi}{advice}")
 
 
-def problems(axes: Mapping[str, Any], *, struct: type[msgspec.Struct]) -> list[str]:
-    """Returns the problems for which `msgspec.convert` refuses `axes` as a `struct`; none if it accepts them.
+def problems(axes: Mapping[str, Any], *, struct: type[msgspec.Struct], key: str) -> list[str]:
+    """Returns the problems for which `msgspec.convert` refuses `axes` as a `struct`; none if it accepts them. Each text
+    begins with the place of the problem below the dotted key `key`.
 
     msgspec reports only the first problem. Each part with a problem is therefore left out, so that it has its default
     or is missing, and the rest is converted again. If a part of a struct was left out, problems of the struct as a
@@ -49,8 +58,9 @@ def problems(axes: Mapping[str, Any], *, struct: type[msgspec.Struct]) -> list[s
         named, unknown = _PLACE.search(text), _UNKNOWN_FIELD.search(text)
         place = _given_place(named["place"] if named else "", axes, left_out)
         if unknown or not any(part[: len(place)] == place for part in left_out):
-            text = text if named is None else text.replace(named["place"], _dotted(place))
-            found += _explained(text, place=place, struct=struct, axes=axes).splitlines()
+            where = f"{key}.{_dotted(place)}" if place else key
+            lines = _explained(_PLACE.sub("", text), place=place, struct=struct, axes=axes).splitlines()
+            found += [f"{where}: {line}" for line in lines]
         if unknown:
             place = (*place, unknown["field"])
         if not place:
@@ -95,9 +105,12 @@ def _dotted(place: _Place) -> str:
 def _explained(text: str, *, place: _Place, struct: type[msgspec.Struct], axes: Mapping[str, Any]) -> str:
     """Returns the text of one of msgspec's errors, and adds what a user may write at this place.
 
-    For an unknown field these are the known fields; for another wrong value, the allowed names or kinds; for a value
-    that looks like infinity, how YAML writes infinity. If none of these is known, the text is msgspec's own.
+    For an unknown field these are the known fields; for another wrong value, the allowed names or kinds; for the name
+    of a kind without its mapping, the mapping; for a value that looks like infinity, how YAML writes infinity.
     """
+    text = _NAMED_TYPES.sub(lambda types: " or ".join(_TYPES[name] for name in types[1].split(" | ")), text)
+    text = _MISSING_FIELD.sub(r"has no \g<field>, which is required", text)
+    text = text[:1].lower() + text[1:]
     types, value = list(_alternatives(type_info(struct))), cast(Any, axes)
     for part in place:
         value = value[part] if isinstance(part, int) else value.get(part)
@@ -108,10 +121,16 @@ def _explained(text: str, *, place: _Place, struct: type[msgspec.Struct], axes: 
             for kind in types
             if isinstance(kind, StructType) and (kind.tag_field is None or value[kind.tag_field] == kind.tag)
         ]
-        where = f"{_dotted(place) or 'an objective'}{'' if kind.tag is None else f' of kind {kind.tag}'}"
-        known = [field.name for field in kind.fields]
-        field = unknown["field"]
-        return f"{where} has no field {field!r}{suggest(field, known)}; its fields are {', '.join(known) or 'none'}"
+        known, field = [field.name for field in kind.fields], unknown["field"]
+        of_kind = "" if kind.tag is None else f" of kind {kind.tag}"
+        outside = (
+            f"; {field} is a key of `algorithm`, beside `loss`"
+            if not place and field in AlgorithmSection.model_fields
+            else suggest(field, known).removesuffix("?")
+        )
+        return f"there is no field {field!r}{of_kind}{outside}; the fields are {', '.join(known) or 'none'}"
+    if any(isinstance(kind, StructType) and kind.tag == value for kind in types):
+        return f"{text}; write {{kind: {value}}}"
     choices = [str(choice) for kind in types if isinstance(kind, LiteralType) for choice in kind.values]
     if choices:
         return f"{text}; the choices are {', '.join(choices)}{suggest(str(value), choices)}"

@@ -267,8 +267,8 @@ def resolve_advantage(advantage: str | Mapping[str, Any]) -> Advantage:
             others = f"; {option} is an option of {', '.join(owners)}" if owners else suggest(option, known)
             raise ConfigError(f"{KEY}.{option}: {name} has no such option; its options are {', '.join(known)}{others}")
     axes = {**msgspec.to_builtins(row), **_plain(options)}
-    if wrong := problems(axes, struct=type(row)):
-        raise ConfigError("\n".join(f"{KEY}: {problem}" for problem in wrong) + f" ({options!r})")
+    if wrong := problems(axes, struct=type(row), key=KEY):
+        raise ConfigError("\n".join(wrong))
     found = msgspec.convert(axes, type(row))
     if isinstance(found, DiscountedOutcome) and found.by_token and "whiten" not in options:
         found = msgspec.structs.replace(found, whiten="tokens")

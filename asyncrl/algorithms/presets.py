@@ -447,10 +447,7 @@ def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any
                 f"algorithm.overrides.{axis}: there is no such axis; the axes are {', '.join(known)}"
                 f"{suggest(axis, known)}"
             )
-    if wrong := problems(axes, struct=Objective):
-        key = "algorithm.overrides" if isinstance(loss, str) else "algorithm.loss"
-        lines += [f"{key}: {problem}" for problem in wrong]
-        lines[-1] += f" ({loss!r} with {dict(overrides)!r})"
+    lines += problems(axes, struct=Objective, key="algorithm.overrides" if isinstance(loss, str) else "algorithm.loss")
     if lines:
         raise ConfigError("\n".join(lines))
     return msgspec.convert(axes, Objective)

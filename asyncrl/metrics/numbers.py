@@ -8,16 +8,20 @@ A number of a step report that is not declared here, such as a metric of a user'
 the trackers only.
 """
 
+import math
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart in the report's section Learning. Its y axis contains the values `include`."""
+    """A chart in the report's section Learning. Its y axis contains the values `include`. Its numbers have values from
+    `least` to `most`, so that the interval around a mean is cut there."""
 
     title: str
     unit: str = ""
     include: tuple[float, ...] = ()
+    least: float = -math.inf
+    most: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +292,7 @@ NUMBERS: tuple[Number, ...] = (
         "ratio",
         "Effective sample size of the untruncated importance weights divided by the number of tokens.",
         "staleness",
-        Line(Chart("Effective sample size", "share of tokens", (0, 1)), "effective sample size"),
+        Line(Chart("Effective sample size", "share of tokens", (0, 1), least=0, most=1), "effective sample size"),
         (EFFECTIVE, "importance weights"),
     ),
     Number(
@@ -312,7 +316,7 @@ NUMBERS: tuple[Number, ...] = (
         "nats",
         "Mean entropy of the policy at the last step's tokens. Near 0, the policy no longer explores.",
         "train",
-        Line(Chart("Entropy", "nats per token"), "entropy"),
+        Line(Chart("Entropy", "nats per token", least=0), "entropy"),
         (Panel(LEARNS, "Entropy", unit="suffix: nats"), "entropy"),
     ),
     Number(
@@ -404,8 +408,8 @@ NUMBERS: tuple[Number, ...] = (
     Number(
         "silent_ratio",
         "ratio",
-        "Share of the tokens with an advantage other than 0 at which the objective has no gradient. NaN when it was "
-        "not measured.",
+        "Share of the tokens with an advantage other than 0 at which the objective has no gradient. NaN when no token "
+        "of the step has such an advantage, for example if all rewards are 0, and when it was not measured.",
         "diagnostics",
         panel=(REMOVED, "silent"),
     ),

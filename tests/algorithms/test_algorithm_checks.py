@@ -392,5 +392,7 @@ def test_wrong_axes_of_the_objective_and_of_the_advantages_are_reported_at_once(
         check_algorithm(load_config([], given))
     lines = str(caught.value).splitlines()
     assert len(lines) == 3, lines
-    for line, key in zip(lines, ["advantage: eps", "overrides.levle: ", "overrides: Invalid enum value"], strict=True):
+    for line, key in zip(
+        lines, ["advantage: eps", "overrides.levle: ", "overrides.proximal: invalid enum value"], strict=True
+    ):
         assert line.startswith(f"algorithm.{key}")

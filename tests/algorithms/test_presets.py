@@ -86,7 +86,7 @@ def test_an_objective_can_be_made_of_axes_and_bad_ones_name_the_key() -> None:
         ({}, "surrogate"),
         (
             {"surrogate": {"kind": "linear"}, "anker": "proximal"},
-            "no field 'anker'; its fields are surrogate, anchor, ",
+            "no field 'anker'; the fields are surrogate, anchor, ",
         ),
         ({"surrogate": {"kind": "linear"}, "constant": 3}, "sequence_sum_constant"),
         ({"surrogate": {"kind": "linear"}, "gates": [{"stat": "ratio", "lo": 1.2}]}, "lo=1.2"),
@@ -282,13 +282,21 @@ def test_a_weight_can_be_added_to_an_uncorrected_preset() -> None:
     [
         ("decoupled_ice", {}, ["algorithm.loss", "did you mean 'decoupled_icepop'"]),
         ("tis", {"wieght": {}}, ["algorithm.overrides.wieght", "did you mean 'weight'"]),
-        ("tis", {"weight": {"high": 3}}, ["weight has no field 'high'", "its fields are p, q, pool, lo, hi"]),
-        ("tis", {"surrogate": {"low": 1}}, ["surrogate of kind clipped", "mean 'lo'", "its fields are lo, hi, dual"]),
-        ("tis", {"gates": [{"stat": "k2", "x": 1}]}, ["gates[0] has no field 'x'", "its fields are stat, pool"]),
+        (
+            "tis",
+            {"weight": {"high": 3}},
+            ["overrides.weight: there is no field 'high'", "the fields are p, q, pool, lo, hi"],
+        ),
+        (
+            "tis",
+            {"surrogate": {"low": 1}},
+            ["surrogate: there is no field 'low' of kind clipped", "mean 'lo'", "the fields are lo, hi"],
+        ),
+        ("tis", {"gates": [{"stat": "k2", "x": 1}]}, ["gates[0]: there is no field 'x'", "the fields are stat, pool"]),
         (
             "aipo",
             {"surrogate": {"positive": {"kind": "clamp", "x": 1}}},
-            ["surrogate.positive of kind clamp", "lo, hi"],
+            ["surrogate.positive: there is no field 'x' of kind clamp", "lo, hi"],
         ),
         ("tis", {"weight": {"hi": 0.9}}, ["hi=0.9"]),
         ("tis", {"weight": {"lo": 1.0, "hi": 1.0}}, ["lo < hi"]),
@@ -310,10 +318,19 @@ def test_a_weight_can_be_added_to_an_uncorrected_preset() -> None:
         ("tis", {"gates": [{"stat": "k2", "hi": 1}, {"stat": "ratoi"}]}, ["gates[1].stat", "did you mean 'ratio'"]),
         ("aipo", {"surrogate": {"negative": {"kind": "clam"}}}, ["the choices are clamp, inverse, gamma"]),
         ("tis", {"weight": {"hi": "inf"}}, ["infinity is written .inf"]),
+        ("tis", {"weight": 3}, ["overrides.weight: expected a mapping or null, got an integer"]),
+        ("tis", {"gates": {"stat": "k2"}}, ["overrides.gates: expected a list, got a mapping"]),
+        ("tis", {"gates": [{}]}, ["overrides.gates[0]: has no `stat`, which is required"]),
+        ({"surrogate": "linear"}, {}, ["loss.surrogate: expected a mapping, got a text; write {kind: linear}"]),
+        (
+            {"surrogate": {"kind": "linear"}, "advantage": "grpo"},
+            {},
+            ["algorithm.loss: there is no field 'advantage'; advantage is a key of `algorithm`, beside `loss`; the"],
+        ),
     ],
 )
 @pytest.mark.fault("F28")
-def test_impossible_choices_are_refused(name: str, overrides: dict[str, Any], words: list[str]) -> None:
+def test_impossible_choices_are_refused(name: Any, overrides: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_objective(name, overrides)
     for word in words:
@@ -335,15 +352,15 @@ def test_all_wrong_axes_and_values_are_reported_at_once() -> None:
     places = [
         "overrides.wieght: ",
         "overrides.levle: ",
-        "loss: clip bounds",
-        "loss: an objective has no field 'anker'",
+        "loss.surrogate: clip bounds",
+        "loss: there is no field 'anker'",
     ]
-    places += ["`$.gates[0]`", "`$.gates[2].stat`", "gates[3] has no field 'low'", "`$.level`", "`$.weight.p`"]
-    places += ["`$.weight.outside`", "`$.aggregation`"]
+    places += ["loss.gates[0]: ", "loss.gates[2].stat: ", "loss.gates[3]: there is no field 'low'", "loss.level: "]
+    places += ["loss.weight.p: ", "loss.weight.outside: ", "loss.aggregation: "]
     lines = str(caught.value).splitlines()
     assert len(lines) == len(places), lines
     for line, place in zip(lines, places, strict=True):
-        assert f"algorithm.{place}" in line if ": " in place else place in line
+        assert line.startswith(f"algorithm.{place}")
     assert "hi=0.5" not in lines[-3], "the bounds of a weight of which parts are wrong are not judged"
 
 
