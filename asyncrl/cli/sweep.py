@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import shlex
 import signal
 import sys
@@ -106,7 +107,9 @@ def planned(files: Sequence[Path], overrides: Sequence[str], *, name: str, seeds
     of any run is wrong, before the first one starts."""
     common, axes = divided(overrides)
     found = []
+    warned: dict[str, list[str]] = {}
     for values in itertools.product(*axes.values()):
+        combination = ", ".join(map(_shown, axes, values))
         chosen = [f"{key}={as_yaml(value)}" for key, value in zip(axes, values, strict=True)]
         given = load_config(files, [*common, *chosen]).run
         for seed in range(given.seed, given.seed + seeds):
@@ -114,9 +117,14 @@ def planned(files: Sequence[Path], overrides: Sequence[str], *, name: str, seeds
             own = [*chosen, f"run.seed={seed}", f"run.dir={given.dir / name}", f"run.name={run}"]
             if given.mirror is not None:
                 own.append(f"run.mirror={given.mirror.rstrip('/')}/{name}/{run}")
-            config, warnings = _checked(files, [*common, *own], ", ".join(map(_shown, axes, values)))
+            config, warnings = _checked(files, [*common, *own], combination)
             found.append(SweptRun(tuple(own), config))
-            print_warnings(warnings if seed == given.seed else [])
+            for warning in warnings if seed == given.seed else []:
+                warned.setdefault(warning, []).append(combination)
+    of_all = math.prod(map(len, axes.values()))
+    for warning, combinations in warned.items():  # a warning about all combinations names none
+        of_each = [f"{combination}: {warning}" for combination in combinations]
+        print_warnings([warning] if len(combinations) == of_all else of_each)
     names = [run.name for run in found]
     if twice := {each for each in names if names.count(each) > 1}:
         raise ConfigError(
@@ -126,13 +134,11 @@ def planned(files: Sequence[Path], overrides: Sequence[str], *, name: str, seeds
 
 
 def _checked(files: Sequence[Path], overrides: list[str], combination: str) -> tuple[Config, list[str]]:
-    """Returns the configuration of a run, and warnings about it. Warnings and errors name the `combination`."""
-    name = f"{combination}: " if combination else ""
+    """Returns the configuration of a run, and warnings about it. Errors name the `combination`."""
     try:
-        config, warnings = checked_config(files, overrides, starts=False)
+        return checked_config(files, overrides, starts=False)
     except ConfigError as error:
-        raise ConfigError(f"{name}{error}") from error
-    return config, [f"{name}{warning}" for warning in warnings]
+        raise ConfigError(f"{combination}: {error}" if combination else str(error)) from error
 
 
 def divided(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[object]]]:

@@ -1,10 +1,10 @@
 """Loads a validated `Config` from files and the command line, and writes a `Config` as YAML.
 
 Layers (files, or mappings from Python) are merged from left to right. All overrides together are the last layer.
-Mappings are merged key by key, except for `_REPLACED`; any other value replaces the earlier value. Validation is strict
-about types: `true` is not accepted as a number, nor `"8"` as an integer. All violations are reported in one error, each
-with the layer or override that set the value. `asyncrl.config.rules.check_config` checks the rules that involve several
-fields.
+Mappings are merged key by key, except for `REPLACED_WHOLE`; any other value replaces the earlier value. Validation is
+strict about types: `true` is not accepted as a number, nor `"8"` as an integer. All violations are reported in one
+error, each with the layer or override that set the value. `asyncrl.config.rules.check_config` checks the rules that
+involve several fields.
 """
 
 import difflib
@@ -31,7 +31,7 @@ from asyncrl.config.recipes import config_file, find_data, recipe_file, with_mod
 from asyncrl.config.schema import PER_DEPLOYMENT, Config, DatasetSection, KeyPath, ScoringSection, marked, sections
 from asyncrl.errors import ConfigError
 
-_REPLACED: Collection[KeyPath] = {("algorithm", "loss"), ("algorithm", "advantage")}
+REPLACED_WHOLE: Collection[KeyPath] = {("algorithm", "loss"), ("algorithm", "advantage")}
 """Mappings that are one value: a later layer replaces them as a whole, because the axes of two objectives, or the
 options of two functions, do not belong together. Dotted keys such as `algorithm.loss.cap` change single keys, unless
 one of them is `name`."""
@@ -253,7 +253,7 @@ def _merge(
             continue
         below = into.get(name)
         whole = not isinstance(value, _Keys) or ("name" in value and earlier != origin)
-        if not isinstance(below, dict) or ((*path, name) in _REPLACED and whole):
+        if not isinstance(below, dict) or ((*path, name) in REPLACED_WHOLE and whole):
             below = into[name] = _Keys() if isinstance(value, _Keys) else {}
         if value.get("name", "") not in ("", below.get("name", ADAMW)):
             for key in _OF_ITS_NAME.get((*path, name), ()):

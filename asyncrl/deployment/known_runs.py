@@ -105,6 +105,14 @@ def check_there(directory: Path) -> None:
     raise RunError(f"there is no run {directory.name} in {folder}/; {there_are}{elsewhere}")
 
 
+def trained_runs(folder: Path) -> list[Path]:
+    """Returns the directories in `folder` of the runs that have trained a step, in the order in which they began. A
+    sweep begins its runs in the order of its settings."""
+    found = [path.parent for path in folder.glob("*/steps.jsonl") if path.stat().st_size]
+    infos = {run: known_info(run) for run in found}
+    return sorted(found, key=lambda run: ("" if (info := infos[run]) is None else info.started, run.name))
+
+
 def existing_run(run: Path) -> Path:
     """Returns the directory of a run, as `named_run` does. Raises the error of `check_there`."""
     directory = named_run(run)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from asyncrl.common.device_time import DeviceTime
 from asyncrl.config.schema import Config
-from asyncrl.deployment.known_runs import as_it_is, existing_run
+from asyncrl.deployment.known_runs import as_it_is, existing_run, trained_runs
 from asyncrl.errors import AsyncRLError, RunError
 from asyncrl.learner.records import EvalRecord, RunInfo, StepRecord, Summary
 from asyncrl.run_files import OF_DAMAGED_FILES
@@ -102,16 +102,15 @@ def load_run(run: Path | str) -> RunTables:
 
 
 def load_sweep(folder: Path | str) -> dict[str, RunTables]:
-    """Returns the records of the runs of a sweep by the name of the run, in the order of the names. `folder` is the
-    folder of the sweep (`runs/NAME`). Runs that have not begun, or have trained no step yet, are left out.
+    """Returns the records of the runs of a sweep by the name of the run, in the order in which they began. `folder` is
+    the folder of the sweep (`runs/NAME`). Runs that have not begun, or have trained no step yet, are left out.
 
     Raises RunError if no run is left, and the errors of `load_run`.
 
     >>> import asyncrl
     >>> {name: run.steps["reward_mean"][-1] for name, run in asyncrl.load_sweep("runs/limits").items()}
     """
-    runs = [path.parent for path in sorted(Path(folder).glob("*/steps.jsonl")) if path.stat().st_size]
-    if not runs:
+    if not (runs := trained_runs(Path(folder))):
         raise RunError(f"{folder} has no run that has trained a step; name the folder of a sweep, such as runs/sweep")
     return {run.name: load_run(run) for run in runs}
 

@@ -869,9 +869,10 @@ def shares_of(seconds: Mapping[str, float]) -> dict[str, float]:
     return {state: part / total for state, part in started.items()} if total > 0 else {}
 
 
-def running_s(steps: Sequence[StepRecord]) -> float:
-    """Returns the seconds between the first and the last of `steps` in which the run was not starting (again)."""
-    first, last = steps[0], steps[-1]
+def running_s(steps: Sequence[StepRecord], until: StepRecord | None = None) -> float:
+    """Returns the seconds from the end of the first of `steps` to the end of `until`, by default the last one, in which
+    the run was not starting (again)."""
+    first, last = steps[0], until or steps[-1]
     starting_s = last.learner_state_s.get("starting", 0.0) - first.learner_state_s.get("starting", 0.0)
     return last.wall_s - first.wall_s - starting_s
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from asyncrl.atomic_write import write_atomically
 from asyncrl.errors import RunError
 from asyncrl.views.charts import HEIGHT, WIDTH
-from asyncrl.views.compare_curves import Axis, Figure, curves
+from asyncrl.views.compare_curves import EVERYTHING, Axis, Choice, Figure, curves, notes_on_curves
 from asyncrl.views.compare_numbers import (
     DIFFERENCE_HEAD,
     all_runs,
@@ -26,11 +26,15 @@ from asyncrl.views.compare_numbers import (
 from asyncrl.views.compared_runs import RUN_COLORS, Group, Row, differences
 from asyncrl.views.page_templates import TEMPLATES
 
-SECTIONS = (
-    (Axis.STEP, "By step", "How much a step teaches. Rewards are smoothed."),
-    (Axis.TOKENS, "By trained tokens", "How much a token teaches."),
-    (Axis.TIME, "By time", "How much an hour teaches. The time is that since the start of each run."),
-)
+SECTIONS = {
+    Axis.STEP: ("By step", "How much a step teaches. Rewards are smoothed."),
+    Axis.TOKENS: ("By trained tokens", "How much a token teaches."),
+    Axis.TIME: (
+        "By time",
+        "How much an hour teaches. The time begins with the end of the first step, without the start of the run and of "
+        "its engines, which a later run of a sweep may take over. The time of restarts is not counted either.",
+    ),
+}
 """The quantities on the x axis, each with the title and the text of its section."""
 GAP, TITLE_HEIGHT, LEGEND_LINE = 24, 24, 18
 """Lengths in the SVG file, in SVG units: between charts, of a chart's title, and of a line of the legend."""
@@ -40,22 +44,49 @@ COLUMN_GAP, LONGEST_CELL = 2, 20
 label if the terminal is narrow."""
 
 
-def compare_html(groups: Sequence[Group], *, by: Sequence[str] = ()) -> str:
+def compare_html(groups: Sequence[Group], *, by: Sequence[str] = (), choice: Choice = EVERYTHING) -> str:
     """Returns the page as HTML. `by` are the settings by which the runs are grouped."""
     group_head, group_rows = group_table(groups)
     return TEMPLATES.get_template("compare.html.j2").render(
         groups=groups,
         runs=all_runs(groups),
         by=by,
-        notes=[group.note for group in groups if group.note],
+        notes=notes_on(groups, choice),
         group_head=group_head,
         group_rows=group_rows,
         difference_head=DIFFERENCE_HEAD,
         difference_rows=difference_rows(groups) if by else [],
         totals=totals(all_runs(groups)),
-        curves=[(title, words, [figure.markup for figure in curves(groups, axis)]) for axis, title, words in SECTIONS],
+        curves=[
+            (*SECTIONS[axis], [figure.markup for figure in curves(groups, axis, choice.names)]) for axis in choice.axes
+        ],
         setting_rows=settings_that_differ(groups, by=by),
     )
+
+
+def notes_on(groups: Sequence[Group], choice: Choice) -> list[str]:
+    """Returns warnings about groups whose runs do not fit together."""
+    one_group = [f"all {len(all_runs(groups))} runs are one group, so no groups are compared; leave out a --by"] * (
+        len(groups) == 1
+    )
+    return [*one_group, *(group.note for group in groups if group.note), *notes_on_curves(groups, choice)]
+
+
+def settings_in_words(groups: Sequence[Group], *, by: Sequence[str]) -> list[str]:
+    """Returns the lines of the terminal about settings: those that differ, and for what a label stands that does not
+    show its settings in full."""
+    between = ", ".join(row.name for row in settings_that_differ(groups, by=by)) or "none"
+    if not by:
+        return [f"settings that differ: {between}"]
+    within = dict.fromkeys(
+        pair.partition("=")[0]
+        for group in groups
+        for run in group.runs
+        for pair in run.seed
+        if any(pair not in other.seed for other in group.runs)
+    )
+    lines = [f"settings that differ between groups: {between}; within groups: {', '.join(within) or 'none'}"]
+    return lines + [f"{group.label}: {', '.join(group.settings)}" for group in groups if not group.in_full]
 
 
 def settings_that_differ(groups: Sequence[Group], *, by: Sequence[str]) -> list[Row]:
@@ -63,11 +94,11 @@ def settings_that_differ(groups: Sequence[Group], *, by: Sequence[str]) -> list[
     return differences([group.runs[0].records.config for group in groups], but=by)
 
 
-def compare_svg(groups: Sequence[Group]) -> str:
-    """Returns an SVG file with all charts of the page on white ground: a row for each number, and a column for each of
-    the quantities of `Axis`. Its colours are those of the page in light mode, without variables of CSS, which many
+def compare_svg(groups: Sequence[Group], choice: Choice = EVERYTHING) -> str:
+    """Returns an SVG file with the charts of the page on white ground: a row for each number, and a column for each of
+    the quantities on the x axis. Its colours are those of the page in light mode, without variables of CSS, which many
     programs that draw SVG do not know."""
-    columns = [list(curves(groups, axis)) for axis in Axis]
+    columns = [list(curves(groups, axis, choice.names)) for axis in choice.axes]
     charts = [
         _placed(figure, x=GAP + column * (WIDTH + GAP), y=GAP + row * (HEIGHT + TITLE_HEIGHT + GAP) + TITLE_HEIGHT)
         for row, figures in enumerate(zip_longest(*columns))
@@ -129,7 +160,7 @@ def write_output(option: str, output: Path, content: bytes) -> None:
 
 
 def terminal_tables(groups: Sequence[Group], *, by: Sequence[str] = (), width: int) -> list[Table]:
-    """Returns the numbers as tables for a terminal of `width` characters: with `by` those of the groups and their
+    """Returns the numbers as tables for lines of `width` characters: with `by` those of the groups and their
     differences, else the totals of the runs. Up to `len(RUN_COLORS)` runs are columns. If there are more, each run is a
     row, as each group is; the table then has the columns that fit, and its caption the number of the other columns."""
     if not by and len(groups) <= len(RUN_COLORS):

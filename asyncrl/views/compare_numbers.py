@@ -43,7 +43,8 @@ def totals_of(runs: Sequence[Compared]) -> list[Total]:
         Total("trained samples per second", lambda total: total.samples_per_s),
         Total("oldest trained token, versions", lambda total: total.max_token_staleness, tested=False),
         Total("effective sample size, mean", lambda total: total.ess_ratio_mean),
-        Total("seconds", lambda total: total.wall_s),
+        Total("seconds until the first step", lambda total: total.time_to_first_step_s, tested=False),
+        Total("seconds after the first step", lambda total: total.wall_s - total.time_to_first_step_s),
         Total("effective training time, share of the wall time", lambda total: total.effective_training_time_ratio),
         Total("trained tokens", lambda total: total.trained_tokens, tested=False),
         *(

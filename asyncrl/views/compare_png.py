@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from asyncrl.views.charts import band_edges, drawable, nice_ticks
-from asyncrl.views.compare_curves import Axis, curves
+from asyncrl.views.compare_curves import EVERYTHING, Choice, curves
 from asyncrl.views.compare_curves import Figure as Drawn
 from asyncrl.views.compared_runs import Group
 
@@ -30,10 +30,10 @@ PLAIN: dict[str, Any] = {"parse_math": False}
 """Options of a text. A run's name may contain dollar signs, which matplotlib would read as a formula."""
 
 
-def compare_png(groups: Sequence[Group], *, colors: Mapping[str, str]) -> bytes:
-    """Returns a PNG image with all charts of the page on white ground: a row for each number, and a column for each of
-    the quantities of `Axis`. `colors` has the colours (#rrggbb) by their names."""
-    columns = [list(curves(groups, axis)) for axis in Axis]
+def compare_png(groups: Sequence[Group], choice: Choice = EVERYTHING, *, colors: Mapping[str, str]) -> bytes:
+    """Returns a PNG image with the charts of the page on white ground: a row for each number, and a column for each of
+    the quantities on the x axis. `colors` has the colours (#rrggbb) by their names."""
+    columns = [list(curves(groups, axis, choice.names)) for axis in choice.axes]
     rows = list(zip_longest(*columns))
     width, height = CHART_INCHES
     image = Figure((width * len(columns), height * len(rows) + 0.25 * len(groups)), DOTS_PER_INCH, layout="constrained")

@@ -1,17 +1,17 @@
 """Reads the runs of a comparison, and puts runs that differ only in some settings, such as their seed, into groups."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from asyncrl.config.load import flat_config
+from asyncrl.config.load import REPLACED_WHOLE, flat_config
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.records import RunInfo, Summary
 from asyncrl.views.charts import DASHES
 from asyncrl.views.report import RunRecords, read_run
-from asyncrl.views.short_values import as_text, digest, short_text
+from asyncrl.views.short_values import as_text, digest, is_cut, short_text
 
 RUN_COLORS = ("blue", "amber", "green", "violet", "red", "teal", "rose", "gray")
 OWN_KEYS = ("run.name", "run.dir", "run.mirror", "metrics.learner_port", "metrics.project", "ray.address")
@@ -41,9 +41,11 @@ class Compared:
 class Group:
     """Runs that differ only in the settings of `--by`. Without `--by`, each group has one run. A group has the same
     colour and the same dash pattern in all charts. `settings` are the settings in which the group differs from other
-    groups, each as `key=value` with the dotted key and the full value."""
+    groups, each as `key=value` with the dotted key and the full value. `in_full` is whether the label shows them all in
+    full."""
 
     label: str
+    in_full: bool
     settings: Sequence[str]
     color: str
     dash: int
@@ -143,9 +145,13 @@ def _groups(runs: Sequence[Compared], by: Sequence[str]) -> Iterator[Group]:
     of_groups = _differing([members[0].records.config for members in found], by=by)
     for index, (members, settings) in enumerate(zip(found, of_groups, strict=True)):
         first = members[0].label
-        single = first if len(members) == 1 else f"{first} and {len(members) - 1} more"
+        label = first if len(members) == 1 else f"{first} and {len(members) - 1} more"
+        in_full = True
+        if by and settings:
+            label, in_full = _label(settings)
         yield Group(
-            label=_label(settings) if by and settings else single,
+            label=label,
+            in_full=in_full,
             settings=[f"{key}={as_text(value)}" for key, value in settings.items()],
             color=RUN_COLORS[index % len(RUN_COLORS)],
             dash=index // len(RUN_COLORS) % (DASHES + 1),
@@ -153,26 +159,43 @@ def _groups(runs: Sequence[Compared], by: Sequence[str]) -> Iterator[Group]:
         )
 
 
-def _label(settings: Mapping[str, object]) -> str:
-    """Returns the settings as a label of at most `LONGEST_LABEL` characters."""
+def named(groups: Sequence[Group], labels: Sequence[str]) -> list[Group]:
+    """Returns the groups with the labels that the user gives them. Raises ConfigError if these are not one for each
+    group."""
+    if len({*labels}) < len(labels) or len(labels) != len(groups):
+        raise ConfigError(
+            f"--label: {len({*labels})} different labels for {len(groups)} groups; give one for each group, in this "
+            f"order: {'; '.join(group.label for group in groups)}"
+        )
+    return [replace(group, label=label, in_full=False) for group, label in zip(groups, labels, strict=True)]
+
+
+def _label(settings: Mapping[str, object]) -> tuple[str, bool]:
+    """Returns the settings as a label of at most `LONGEST_LABEL` characters, and whether it shows them in full."""
     words = [f"{key.rpartition('.')[2]}={short_text(key, value)}" for key, value in settings.items()]
     label = ", ".join(words)
     if len(label) <= LONGEST_LABEL:
-        return label
+        return label, not any(is_cut(value) for value in settings.values())
     end = f"… {digest(settings)}"
     while words and len(", ".join([*words, end])) > LONGEST_LABEL:
         words.pop()
-    return ", ".join([*words, end])
+    return ", ".join([*words, end]), False
 
 
 def _differing(configs: Sequence[Config], *, by: Sequence[str]) -> list[dict[str, object]]:
     """Returns the settings in which the configurations differ, by dotted key, for each configuration.
 
     If some configuration does not have a setting, such as an option of a user's own loss, the innermost section or
-    mapping that all configurations have stands for it: `algorithm.loss` is `aipo` in one, and a mapping in another.
+    mapping that all configurations have stands for it: `algorithm.loss` is `aipo` in one, and a mapping in another. An
+    objective stands for its options if the text of one is cut, so that its hash is that in the names of the runs of a
+    sweep.
     """
     trees = [config.model_dump(mode="json") for config in configs]
     keys = dict.fromkeys(_in_all(row.name, trees) for row in differences(configs, but=by))
+    for objective in map(".".join, REPLACED_WHOLE):
+        inside = [key for key in keys if _is_of(key, [objective])]
+        if any(is_cut(_at(tree, key)) for key in inside for tree in trees):
+            keys = dict.fromkeys(objective if key in inside else key for key in keys)
     outer = [key for key in keys if not any(other != key and _is_of(key, [other]) for other in keys)]
     return [{key: _at(tree, key) for key in outer} for tree in trees]
 

@@ -1,5 +1,6 @@
 """The console on which views and tables are shown in a terminal."""
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -7,6 +8,9 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from asyncrl.shown_text import shown
+
+UNLIMITED = 10_000
+"""Number of characters on a line that no table needs."""
 
 
 class ShownConsole(Console):
@@ -25,3 +29,12 @@ class ShownConsole(Console):
         part of a view before it lays the part out."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=shown(segment.text))
+
+
+def console_for_tables() -> ShownConsole:
+    """Returns a console whose lines are as long as a table needs if the output is a file or a pipe, unless the
+    environment sets COLUMNS."""
+    console = ShownConsole()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = UNLIMITED
+    return console

@@ -38,11 +38,19 @@ def short_text(key: str, value: object) -> str:
     >>> short_text("algorithm.loss", {"surrogate": {"kind": "linear"}, "anchor": "behaviour"})
     'axes-fc5e09'
     """
-    text = as_text(value)
-    if isinstance(value, Mapping) and value:
-        name = [str(value["name"])] if "name" in value else []
-        text = " ".join([*name, *(f"{key}={as_text(each)}" for key, each in value.items() if key != "name")])
-    return text if len(text) <= LONGEST_VALUE else f"{_stem(key, value)}-{digest(value)}"
+    return f"{_stem(key, value)}-{digest(value)}" if is_cut(value) else _words(value)
+
+
+def is_cut(value: object) -> bool:
+    """Returns whether `short_text` shows a value by a hash."""
+    return len(_words(value)) > LONGEST_VALUE
+
+
+def _words(value: object) -> str:
+    if not isinstance(value, Mapping) or not value:
+        return as_text(value)
+    name = [str(value["name"])] if "name" in value else []
+    return " ".join([*name, *(f"{key}={as_text(each)}" for key, each in value.items() if key != "name")])
 
 
 def run_name(values: Mapping[str, object], *, seed: int | None) -> str:

@@ -238,3 +238,13 @@ def test_the_process_of_a_run_ends_with_a_sweep_that_is_killed(in_tmp_path: None
         trained = psutil.Process(int(path.read_text()))
         sweep.kill()
     assert not psutil.wait_procs([trained], timeout=60)[1]
+
+
+def test_a_warning_names_the_combinations_it_is_about_unless_it_is_about_all(
+    in_tmp_path: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("quickstart.yaml").touch()
+    planned(FILES, ["algorithm.advantage={name: group_norm, single: raw},group_norm"], name="mine", seeds=2)
+    about_all, about_one = capsys.readouterr().err.splitlines()
+    assert about_all.startswith("note: -c quickstart is the recipe")
+    assert about_one.startswith('note: algorithm.advantage = {"name": "group_norm", "single": "raw"}: ')

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import io
 import json
+import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,8 +26,8 @@ from asyncrl.common.device_time import Device, DeviceTime, Pool
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.records import EvalRecord, StepRecord, heldout_ends
-from asyncrl.views.compare import compare_html, compare_svg, light_colors
-from asyncrl.views.compare_curves import Axis, Figure, common_places, curves, value_at
+from asyncrl.views.compare import compare_html, compare_svg, light_colors, notes_on, settings_in_words
+from asyncrl.views.compare_curves import EVERYTHING, Axis, Figure, common_places, curves, value_at
 from asyncrl.views.compare_numbers import CSV_COLUMNS, all_runs, compare_csv, group_table, totals
 from asyncrl.views.compare_png import BAND_OPACITY, compare_png
 from asyncrl.views.compared_runs import Group, differences, read_compared
@@ -111,9 +112,9 @@ def test_each_run_is_drawn_at_its_own_steps_and_times(two: tuple[Path, Path]) ->
     assert short["ys"][0] == 0.5
     assert short["color"] != long["color"]
     short, long = by_time["Reward"]["series"]
-    assert by_time["Reward"]["x"] == "minutes"
-    assert short["xs"] == pytest.approx([10 / 60, 11 / 60, 12 / 60, 13 / 60], rel=1e-3)
-    assert long["xs"] == [2, 4, 6, 8, 10, 12, 14, 16]
+    assert by_time["Reward"]["x"] == "minutes since the first step"
+    assert short["xs"] == pytest.approx([0, 1 / 60, 2 / 60, 3 / 60], rel=1e-3)
+    assert long["xs"] == [0, 2, 4, 6, 8, 10, 12, 14]
     speeds = {one["name"]: one["ys"] for one in by_step["Trained samples"]["series"]}
     assert speeds == {"short": [128.0] * 3, "long": pytest.approx([128 / 120] * 7, rel=1e-3)}
     ages = {one["name"]: one["ys"][0] for one in by_step["Age of trained tokens"]["series"]}
@@ -333,6 +334,20 @@ def test_the_label_of_a_group_says_in_which_settings_it_differs_from_the_others_
     ], "groups of one run"  # fmt: skip
 
 
+def test_the_label_of_an_objective_has_the_hash_in_the_names_of_its_runs(tmp_path: Path) -> None:
+    """Also where all groups have axes. The terminal says for what such a label stands."""
+    gate = {"stat": "ratio", "pool": "sequence", "lo": 0.5, "hi": 2.0}
+    losses = [AXES, AXES | {"gates": [gate]}, AXES | {"gates": [gate, gate | {"stat": "k3", "lo": -math.inf}]}]
+    groups = read(*of_losses(tmp_path, losses), by=["run.seed"])
+    names = [run_name({"algorithm.loss": loss}, seed=None).replace("loss-", "loss=") for loss in losses]
+    assert [group.label for group in groups] == names
+    _, first, *_ = settings_in_words(groups, by=["run.seed"])
+    assert first == f"{names[0]}: algorithm.loss={json.dumps(AXES)}"
+    near = read(*of_losses(tmp_path / "near", [SNIS, SNIS | {"cap": 2.0}]), by=["run.seed"])
+    assert [group.label for group in near] == ["cap=1.5", "cap=2.0"], "short values need no hash"
+    assert len(settings_in_words(near, by=["run.seed"])) == 1
+
+
 def test_the_csv_has_the_full_settings_of_groups_and_runs(tmp_path: Path) -> None:
     paths = of_losses(tmp_path, ["aipo", AXES])
     rows = list(csv.DictReader(io.StringIO(compare_csv(read(*paths, by=["run.seed"])))))
@@ -363,12 +378,134 @@ def test_the_curve_of_a_group_is_the_mean_with_its_interval_where_all_runs_have_
     assert first["ys"] == pytest.approx([0.1] * 6)
     assert second["ys"] == pytest.approx([0.22] * 8)
     by_time = drawn(curves(groups, Axis.TIME))["Reward"]["series"][0]["xs"]
-    assert (min(by_time), max(by_time)) == (10, 17), "the run of seed 0 ends after 17 s"
+    assert (min(by_time), max(by_time)) == (0, 7), "the run of seed 0 ends 7 s after its first step"
     by_tokens = drawn(curves(groups, Axis.TOKENS))["Reward"]
     assert (by_tokens["x"], by_tokens["series"][0]["xs"][:2]) == ("trained tokens", [600, 1200])
     figure = next(iter(curves(groups, Axis.STEP))).markup
     assert figure.count('class="band"') == 2
     assert next(iter(curves(read(*seeds), Axis.STEP))).markup.count('class="band"') == 0
+
+
+def test_a_start_that_takes_longer_than_another_run_leaves_no_group_without_a_curve_over_time(tmp_path: Path) -> None:
+    """As in a sweep, whose first run starts the engines: its steps end after all those of the later runs."""
+    paths = []
+    for seed, start_s in enumerate((100.0, 10.0)):
+        evals = [EvalRecord(version=n, wall_s=start_s + n, prompts=4, reward_mean=n / 4) for n in (0, 3)]
+        steps = [make_step(step, wall_s=start_s + step) for step in range(8)]
+        paths.append(write_run(tmp_path, steps, name=f"s{seed}", seed=seed, evals=evals))
+    for path in paths:
+        steps = [make_step(step, wall_s=50.0 + step) for step in range(8)]
+        write_run(tmp_path, steps, name=f"b{path.name}", seed=int(path.name[1]), limit=3, evals=False)
+    groups = read(*paths, tmp_path / "bs0", tmp_path / "bs1", by=["run.seed"])
+    by_time = drawn(curves(groups, Axis.TIME))
+    assert [line["xs"] for line in by_time["Reward"]["series"]] == [list(range(8))] * 2
+    assert by_time["Held-out reward"]["series"][0]["xs"] == [0, 3]
+    assert not notes_on(groups, EVERYTHING)
+
+
+def test_restarts_are_not_in_the_time_of_a_curve(tmp_path: Path) -> None:
+    starting_s = [10.0, 10.0, 40.0, 40.0]
+    steps = [
+        make_step(step, wall_s=starting_s[step] + step, learner_state_s={"starting": starting_s[step], "other": 1.0})
+        for step in range(4)
+    ]
+    evals = [EvalRecord(version=n, wall_s=wall_s, prompts=4, reward_mean=0.5) for n, wall_s in enumerate((5.0, 30, 43))]
+    run = write_run(tmp_path, steps, name="a", evals=evals)
+    by_time = drawn(curves(read(run, write_run(tmp_path, steps, name="b")), Axis.TIME))
+    assert by_time["Reward"]["series"][0]["xs"] == [0, 1, 2, 3]
+    assert by_time["Held-out reward"]["series"][0]["xs"] == [0, 2, 3]
+
+
+def test_a_group_without_a_common_part_of_the_axis_is_named(seeds: list[Path], tmp_path: Path) -> None:
+    late = [make_step(step, wall_s=float(step)) for step in range(20, 24)]
+    groups = read(*seeds[3:], *seeds[:2], write_run(tmp_path, late, name="late", seed=9), by=["run.seed"])
+    assert [note.partition(",")[0] for note in notes_on(groups, EVERYTHING)][1:3] == [
+        "Reward", "Trained samples"
+    ]  # fmt: skip
+    assert "by step: no line for max_versions=2, because" in notes_on(groups, EVERYTHING)[1]
+    assert len(drawn(curves(groups, Axis.STEP))["Reward"]["series"]) == 1
+
+
+def test_a_band_has_no_values_that_the_number_cannot_have(tmp_path: Path) -> None:
+    paths = [
+        write_run(tmp_path, [make_step(step, ess_ratio=share) for step in range(3)], name=f"s{seed}", seed=seed)
+        for seed, share in enumerate((0.99, 0.6))
+    ]
+    [group] = read(*paths, by=["run.seed"])
+    lines = {figure.chart.title: figure.lines[0] for figure in curves([group], Axis.STEP)}
+    assert [edges[1] for edges in lines["Effective sample size"].band if edges] == [1.0] * 3
+    assert all(edges[0] >= 0 for edges in lines["Effective sample size"].band if edges)
+
+
+def test_a_figure_has_the_numbers_and_the_axes_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of the user's own objective are on the page of their own accord, and other numbers of a step by name."""
+    monkeypatch.chdir(tmp_path)
+    steps = [make_step(step, diagnostics={"a_share": step / 4, "clipped_ratio": 0.1}) for step in range(4)]
+    runs = [write_run(tmp_path, steps, name=name) for name in ("a", "b")]
+    assert list(drawn(curves(read(*runs), Axis.STEP)))[-2:] == ["Entropy", "a_share"]
+    command = ["compare", *map(str, runs), "--svg", "a.svg", "--over", "step"]
+    result = runner.invoke(app, [*command, "--chart", "a_share", "--chart", "clipped_ratio", "--chart", "heldout"])
+    assert result.exit_code == 0, result.output
+    root = ElementTree.fromstring(Path("a.svg").read_text())
+    space = "{http://www.w3.org/2000/svg}"
+    assert len(root.findall(f"{space}svg")) == 3
+    page = Page(Path("compare.html").read_text())
+    assert "By step" in page.text
+    assert "By time" not in page.text
+    assert page.tags.count("svg") == 3
+    result = runner.invoke(app, [*command, "--chart", "a_shere"])
+    assert result.exit_code == 2
+    assert "--chart a_shere: no run has this number; did you mean a_share?" in result.stderr
+    assert runner.invoke(app, [*command, "--over", "days"]).exit_code == 2
+
+
+def test_groups_have_the_labels_that_the_user_gives_them(seeds: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(seeds[0].parent)
+    command = ["compare", "--by", "run.seed", *map(str, seeds), "--label", "near"]
+    result = runner.invoke(app, [*command, "--label", "far"])
+    assert result.exit_code == 0, result.output
+    assert "minus near" in result.stdout
+    assert "\nfar: staleness.max_versions=3\n" in result.stdout
+    for labels in ([], ["--label", "near"], ["--label", "far", "--label", "other"]):
+        result = runner.invoke(app, [*command, *labels])
+        assert result.exit_code == 2, labels
+        assert "in this order: max_versions=2; max_versions=3" in result.stderr
+
+
+def test_the_folder_of_a_sweep_stands_for_its_runs_in_the_order_in_which_they_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for minute, name in enumerate(("b", "c", "a")):
+        path = write_run(tmp_path / "runs" / "mine", [make_step(0), make_step(1)], name=name, limit=minute + 1)
+        info = json.loads((path / "run.json").read_text())
+        (path / "run.json").write_text(json.dumps(info | {"started": f"2026-01-01T00:0{minute}:00+00:00"}))
+    (tmp_path / "runs" / "mine" / "b.log").touch()
+    (tmp_path / "linked").symlink_to("runs/mine")
+    for argument in ("mine", "runs/mine", "runs/mine/", "linked"):
+        result = runner.invoke(app, ["compare", argument])
+        assert result.exit_code == 0, result.output
+        assert result.stdout.split()[:3] == ["b", "c", "a"]
+
+
+def test_runs_that_are_one_group_are_a_warning(seeds: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(seeds[0].parent)
+    by = ["--by", "run.seed", "--by", "staleness.max_versions"]
+    result = runner.invoke(app, ["compare", *by, *map(str, seeds)])
+    assert "all 6 runs are one group" in result.stderr
+    assert "differ between groups: none; within groups: run.seed, staleness.max_versions" in result.stdout
+
+
+def test_a_table_in_a_pipe_has_all_columns_and_each_row_on_one_line(
+    seeds: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    result = runner.invoke(app, ["compare", "--by", "run.seed", *map(str, seeds)])
+    [row] = [line for line in result.stdout.splitlines() if line.startswith("max_versions=2")]
+    _, rows = group_table(read(*seeds, by=["run.seed"]))
+    assert re.split(r"  +", row.strip()) == [rows[0].name, *rows[0].values]
+    assert "do not fit" not in result.stdout
 
 
 def test_curves_are_averaged_at_common_places_on_straight_lines_between_points() -> None:
@@ -465,7 +602,8 @@ def test_the_command_writes_the_files_of_groups(
     assert "limit2-s2 6" in result.stderr
     lines = result.stdout.splitlines()
     files = ["compare.html", "a.svg", "a.png", "a.csv"]
-    assert lines[-5:] == ["settings that differ: staleness.max_versions", *files]
+    differ = "settings that differ between groups: staleness.max_versions; within groups: run.seed"
+    assert lines[-5:] == [differ, *files]
     assert "in 2 groups" in Page(Path("compare.html").read_text()).text
     result = runner.invoke(app, [*arguments[:-1], "absent/a.csv"])
     assert "--csv absent/a.csv: cannot be written" in result.stderr

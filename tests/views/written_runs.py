@@ -75,7 +75,7 @@ def write_run(
     steps: Sequence[StepRecord],
     *,
     finish: bool = True,
-    evals: bool = True,
+    evals: bool | Sequence[EvalRecord] = True,
     end: Literal["finished", "failed"] | None = "failed",
     name: str = "quick",
     limit: int = 2,
@@ -113,7 +113,7 @@ def write_run(
                 )
             ],
         )
-    evaluations = [EvalRecord(version=0, wall_s=9, prompts=8, reward_mean=0.25)] if evals else []
+    evaluations = [EvalRecord(version=0, wall_s=9, prompts=8, reward_mean=0.25)] if evals is True else evals or []
     for evaluation in evaluations:
         run.append_eval(evaluation)
     if finish:
