@@ -376,9 +376,9 @@ step and does not end within `run.shutdown_grace_s`."""
 PREEMPTED = 76
 """Exit code of a command that SIGTERM ended cleanly before the run's last step: the same command continues the run."""
 SAME_SIGNAL_S = 1.0
-"""If the same signal comes again within this time, it counts once, seconds. `ray job stop`, systemd and `timeout`
-signal each process of a command, and the command's parent passes the signal on to a child that has received it
-already."""
+"""Signals within this time after the first one are no second signal, seconds. `ray job stop`, systemd, Slurm and
+`timeout` signal each process of a command, and the command's parent passes the signal on to a child that has received
+it already."""
 
 
 class Terminated(SystemExit):

@@ -110,9 +110,7 @@ def _end_process(directory: Path, process: psutil.Process, *, grace_s: float, no
     try:
         if now or info is None or info.exit_reason is None:  # a run that is ending would take it as a second signal
             process.send_signal(signal.SIGINT)
-        if now:
-            process.send_signal(signal.SIGTERM)  # the run would count a SIGINT so soon after the first one as the same
-        else:
+        if not now:
             say(f"asked run {directory.name} to end: it finishes its step and saves its weights")
         deadline_s = time.monotonic() + (KILLED_S if now else grace_s)
         while process_of(directory) == process:
@@ -121,6 +119,8 @@ def _end_process(directory: Path, process: psutil.Process, *, grace_s: float, no
                     raise _still_ending(directory.name, grace_s)
                 process.kill()
             time.sleep(POLL_S)  # polls another process
+            if now:
+                process.send_signal(signal.SIGINT)  # for `SAME_SIGNAL_S` it is no second signal yet
         with contextlib.suppress(psutil.TimeoutExpired):
             process.wait(KILLED_S)
     except psutil.NoSuchProcess:

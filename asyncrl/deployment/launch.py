@@ -2,8 +2,8 @@
 
 The commands `up`, `learner`, `generator` and `head` use `run_until_done`, and `asyncrl.run` uses `attended_run`. In a
 command, the first SIGTERM, SIGINT or SIGHUP asks for a clean end. If the command owns the run directory, run.json
-records this request immediately. A second SIGTERM or SIGINT ends the process at once. The same signal within
-`SAME_SIGNAL_S` seconds is not a second one.
+records this request immediately. A second SIGTERM or SIGINT ends the process at once. Within `SAME_SIGNAL_S` seconds of
+the first one there is no second one.
 
 A command that owns the run directory (`up`, `learner`) ends within `run.shutdown_grace_s` if this process has not
 trained a step, also in a resumed run. Its start may hang, because a model may be built in a thread and some calls of
@@ -102,27 +102,29 @@ def run_until_done(
     """Runs `main(stop)` and returns its result. The first SIGTERM, SIGINT or SIGHUP calls `asked` with the signal and
     sets `stop`.
 
-    The second SIGTERM or SIGINT calls each function of `at_once` and then exits the process. The same signal within
-    `SAME_SIGNAL_S` seconds is not a second one. SIGHUP, which a closed terminal sends, asks for a clean end, but counts
-    neither as the first nor as the second of these two signals, because the kernel and the shell may both send it. If
-    the process was started with SIGHUP ignored (`nohup`), SIGHUP stays ignored.
+    The second SIGTERM or SIGINT calls each function of `at_once` and then exits the process. Within `SAME_SIGNAL_S`
+    seconds of the first one there is no second one. SIGHUP, which a closed terminal sends, asks for a clean end, but
+    counts neither as the first nor as the second of these two signals, because the kernel and the shell may both send
+    it. If the process was started with SIGHUP ignored (`nohup`), SIGHUP stays ignored.
 
     `main` runs in a thread of its own, and the calling thread, which must be the main thread, handles the signals. So
     they are handled too while `main` blocks its event loop: starting Ray and importing torch take seconds.
     """
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     outcome: Future[Result] = Future()
-    counted_s: dict[int, float] = {}
+    hung_up, first_s = False, math.inf
 
     def on_signal(number: int, _: FrameType | None) -> None:
+        nonlocal hung_up, first_s
         signal.alarm(0)  # cancels the alarm with which Ray's handler would abort the process after 3 s
         now_s = time.monotonic()
-        if now_s - counted_s.get(number, -math.inf) < SAME_SIGNAL_S:
-            return
-        first, before = not counted_s, counted_s.keys() - {signal.SIGHUP}
-        counted_s[number] = now_s
-        if before and number != signal.SIGHUP:
+        first = not hung_up and first_s == math.inf
+        if number == signal.SIGHUP:
+            hung_up = True
+        elif now_s - first_s >= SAME_SIGNAL_S:
             _end_at_once(at_once)
+        else:
+            first_s = min(first_s, now_s)
         if first:
             logger.warning("ending cleanly; a second signal, at least a second later, ends the process at once")
             asked(signal.Signals(number))
