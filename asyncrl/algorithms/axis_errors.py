@@ -6,14 +6,13 @@ Does not import torch.
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
 from msgspec.inspect import EnumType, LiteralType, StructType, Type, UnionType, VarTupleType, type_info
 
 from asyncrl.config.import_path import suggest
-from asyncrl.config.schema import AlgorithmSection
 
 _Place = tuple[str | int, ...]
 """The place of a part in a mapping of axes: keys, and indices of list entries."""
@@ -40,9 +39,12 @@ def check_ratio_bounds(name: str, lo: float, hi: float, advice: str = "") -> Non
         raise ValueError(f"{name} bounds are ratios and must satisfy 0 ≤ lo ≤ 1 ≤ hi, got lo={lo}, hi={hi}{advice}")
 
 
-def problems(axes: Mapping[str, Any], *, struct: type[msgspec.Struct], key: str) -> list[str]:
+def problems(
+    axes: Mapping[str, Any], *, struct: type[msgspec.Struct], key: str, beside: Collection[str] = ()
+) -> list[str]:
     """Returns the problems for which `msgspec.convert` refuses `axes` as a `struct`; none if it accepts them. Each text
-    begins with the place of the problem below the dotted key `key`.
+    begins with the place of the problem below the dotted key `key`. `beside` are the names of the keys beside it, which
+    a user may have written inside of it.
 
     msgspec reports only the first problem. Each part with a problem is therefore left out, so that it has its default
     or is missing, and the rest is converted again. If a part of a struct was left out, problems of the struct as a
@@ -59,7 +61,7 @@ def problems(axes: Mapping[str, Any], *, struct: type[msgspec.Struct], key: str)
         place = _given_place(named["place"] if named else "", axes, left_out)
         if unknown or not any(part[: len(place)] == place for part in left_out):
             where = f"{key}.{_dotted(place)}" if place else key
-            lines = _explained(_PLACE.sub("", text), place=place, struct=struct, axes=axes).splitlines()
+            lines = _explained(_PLACE.sub("", text), place=place, struct=struct, axes=axes, beside=beside).splitlines()
             found += [f"{where}: {line}" for line in lines]
         if unknown:
             place = (*place, unknown["field"])
@@ -102,7 +104,9 @@ def _dotted(place: _Place) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
 
 
-def _explained(text: str, *, place: _Place, struct: type[msgspec.Struct], axes: Mapping[str, Any]) -> str:
+def _explained(
+    text: str, *, place: _Place, struct: type[msgspec.Struct], axes: Mapping[str, Any], beside: Collection[str]
+) -> str:
     """Returns the text of one of msgspec's errors, and adds what a user may write at this place.
 
     For an unknown field these are the known fields; for another wrong value, the allowed names or kinds; for the name
@@ -125,7 +129,7 @@ def _explained(text: str, *, place: _Place, struct: type[msgspec.Struct], axes: 
         of_kind = "" if kind.tag is None else f" of kind {kind.tag}"
         outside = (
             f"; {field} is a key of `algorithm`, beside `loss`"
-            if not place and field in AlgorithmSection.model_fields
+            if not place and field in beside
             else suggest(field, known).removesuffix("?")
         )
         return f"there is no field {field!r}{of_kind}{outside}; the fields are {', '.join(known) or 'none'}"

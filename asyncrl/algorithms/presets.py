@@ -447,7 +447,12 @@ def resolve_objective(loss: str | Mapping[str, Any], overrides: Mapping[str, Any
                 f"algorithm.overrides.{axis}: there is no such axis; the axes are {', '.join(known)}"
                 f"{suggest(axis, known)}"
             )
-    lines += problems(axes, struct=Objective, key="algorithm.overrides" if isinstance(loss, str) else "algorithm.loss")
+    lines += problems(
+        axes,
+        struct=Objective,
+        key="algorithm.overrides" if isinstance(loss, str) else "algorithm.loss",
+        beside=AlgorithmSection.model_fields,
+    )
     if lines:
         raise ConfigError("\n".join(lines))
     return msgspec.convert(axes, Objective)

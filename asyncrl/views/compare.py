@@ -76,8 +76,11 @@ def settings_in_words(groups: Sequence[Group], *, by: Sequence[str]) -> list[str
     """Returns the lines of the terminal about settings: those that differ, and for what a label stands that does not
     show its settings in full."""
     between = ", ".join(row.name for row in settings_that_differ(groups, by=by)) or "none"
+    stands_for = [
+        f"{group.label}: {', '.join(group.settings) or group.runs[0].label}" for group in groups if not group.in_full
+    ]
     if not by:
-        return [f"settings that differ: {between}"]
+        return [f"settings that differ: {between}", *stands_for]
     within = dict.fromkeys(
         pair.partition("=")[0]
         for group in groups
@@ -85,8 +88,10 @@ def settings_in_words(groups: Sequence[Group], *, by: Sequence[str]) -> list[str
         for pair in run.seed
         if any(pair not in other.seed for other in group.runs)
     )
-    lines = [f"settings that differ between groups: {between}; within groups: {', '.join(within) or 'none'}"]
-    return lines + [f"{group.label}: {', '.join(group.settings)}" for group in groups if not group.in_full]
+    return [
+        f"settings that differ between groups: {between}; within groups: {', '.join(within) or 'none'}",
+        *stands_for,
+    ]
 
 
 def settings_that_differ(groups: Sequence[Group], *, by: Sequence[str]) -> list[Row]:

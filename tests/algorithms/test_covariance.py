@@ -232,7 +232,7 @@ def test_a_difference_that_may_be_rounding_has_no_penalty() -> None:
         ("a3po", {"dropped": {"share": 0.1}}, "set proximal to recomputed"),
         ("vapo", {"penalties": [{"kind": "positive_nll", "tokens": {"share": 0.1}}]}, "remove tokens"),
         ("p3o", {"penalties": [{"kind": "k3", "tokens": {"share": 0.1}}]}, "remove tokens"),
-        ("clip_cov", {"dropped": {"above": 1.0}}, "has no field 'above'"),
+        ("clip_cov", {"dropped": {"above": 1.0}}, "there is no field 'above'"),
     ],
 )
 def test_a_choice_that_could_not_be_made_is_refused(loss: str, overrides: dict[str, Any], words: str) -> None:

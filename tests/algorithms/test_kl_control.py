@@ -141,7 +141,7 @@ def test_beta_stays_without_the_kl_of_its_policy_and_other_penalties_always_do()
         ([{"kind": "k3", "q": "behaviour", "ess": True, "beta": 0.1, "control": {"target": 0.1}}], "ess true"),
         ([{"kind": "k3", "beta": 1e-10, "control": {"target": 0.1}}], "stays within 1e-09 and 1e\\+09"),
         ([{"kind": kind, "beta": 0.1, "control": {"target": 0.1}} for kind in ("k2", "k3")], "two penalties have"),
-        ([{"kind": "k3", "beta": 0.1, "control": {"goal": 0.1}}], "has no field 'goal'"),
+        ([{"kind": "k3", "beta": 0.1, "control": {"goal": 0.1}}], "there is no field 'goal'"),
     ],
 )
 def test_a_control_that_could_not_act_is_refused(penalties: list[dict[str, Any]], words: str) -> None:

@@ -24,8 +24,8 @@ from asyncrl.policy.worker import PolicyWorker
 from asyncrl.ranks.batching import token_batch
 
 WORLD = 2
-STEPS = 50
-FAILURES = {"a layer, on all ranks": 20, "the end, on one rank": 30}
+STEPS = 16
+FAILURES = {"a layer, on all ranks": 6, "the end, on one rank": 10}
 """Maps the place where the reference fails to the step at which it fails."""
 DEADLINE_S = 10.0
 """Deadline of a collective. It is long enough for both ranks to create their workers, also on a busy machine."""
@@ -46,7 +46,7 @@ def run_reference_rank(rank: int, folder: Path) -> None:
 def _worker(name: str, rank: int, folder: Path, **learner: Any) -> PolicyWorker:
     return PolicyWorker(
         model_path=str(folder / "model"),
-        config=make_config(micro_batch_size=2, optimizer={"learning_rate": 1e-3}, **learner),
+        config=make_config(micro_batch_size=2, optimizer={"learning_rate": 3e-3}, **learner),
         rank=rank,
         world_size=WORLD,
         store=FileStore(str(folder / f"store-{name}"), WORLD),

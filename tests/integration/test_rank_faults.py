@@ -27,13 +27,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
-    """The results by rank of fifty steps on two ranks, and of fifty steps with a reference that fails meanwhile."""
+    """The results by rank of `STEPS` steps on two ranks, and of as many with a reference that fails meanwhile."""
     torch.multiprocessing.start_processes(run_reference_rank, args=(folder,), nprocs=WORLD, start_method="forkserver")
     return [pickle.loads((folder / f"reference-{rank}.pkl").read_bytes()) for rank in range(WORLD)]
 
 
 @pytest.mark.parametrize("run", ["calm", "failing"])
-def test_the_reference_gives_the_same_bits_after_fifty_steps_and_after_each_failure(ranks: Any, run: str) -> None:
+def test_the_reference_gives_the_same_bits_after_training_and_after_each_failure(ranks: Any, run: str) -> None:
     for rank in ranks:
         first, *later = rank[run]["reference"]
         assert len(later) == 1 + (len(FAILURES) if run == "failing" else 0)
