@@ -87,7 +87,7 @@ def compare(
     console = console_for_tables()
     for table in terminal_tables(groups, by=keys, width=console.width):
         console.print(table)
-    print_warnings(notes_on(groups, choice))
+    print_warnings(notes_on(groups, choice, by=keys))
     for line in settings_in_words(groups, by=keys):
         say(line)
     written = [("--output", output, compare_html(groups, by=keys, choice=choice).encode())]

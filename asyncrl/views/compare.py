@@ -51,7 +51,7 @@ def compare_html(groups: Sequence[Group], *, by: Sequence[str] = (), choice: Cho
         groups=groups,
         runs=all_runs(groups),
         by=by,
-        notes=notes_on(groups, choice),
+        notes=notes_on(groups, choice, by=by),
         group_head=group_head,
         group_rows=group_rows,
         difference_head=DIFFERENCE_HEAD,
@@ -64,12 +64,16 @@ def compare_html(groups: Sequence[Group], *, by: Sequence[str] = (), choice: Cho
     )
 
 
-def notes_on(groups: Sequence[Group], choice: Choice) -> list[str]:
-    """Returns warnings about groups whose runs do not fit together."""
-    one_group = [f"all {len(all_runs(groups))} runs are one group, so no groups are compared; leave out a --by"] * (
-        len(groups) == 1
-    )
-    return [*one_group, *(group.note for group in groups if group.note), *notes_on_curves(groups, choice)]
+def notes_on(groups: Sequence[Group], choice: Choice, *, by: Sequence[str]) -> list[str]:
+    """Returns warnings about groups whose runs do not fit together. `by` are the settings by which the runs are
+    grouped."""
+    merged = len(groups) == 1 and len(by) > 1  # with one setting, the mean over all runs is what the user asks for
+    one_group = [f"all {len(all_runs(groups))} runs are one group, so no groups are compared; leave out a --by"]
+    return [
+        *(one_group if merged else []),
+        *(group.note for group in groups if group.note),
+        *notes_on_curves(groups, choice),
+    ]
 
 
 def settings_in_words(groups: Sequence[Group], *, by: Sequence[str]) -> list[str]:

@@ -400,7 +400,7 @@ def test_a_start_that_takes_longer_than_another_run_leaves_no_group_without_a_cu
     by_time = drawn(curves(groups, Axis.TIME))
     assert [line["xs"] for line in by_time["Reward"]["series"]] == [list(range(8))] * 2
     assert by_time["Held-out reward"]["series"][0]["xs"] == [0, 3]
-    assert not notes_on(groups, EVERYTHING)
+    assert not notes_on(groups, EVERYTHING, by=["run.seed"])
 
 
 def test_restarts_are_not_in_the_time_of_a_curve(tmp_path: Path) -> None:
@@ -419,10 +419,10 @@ def test_restarts_are_not_in_the_time_of_a_curve(tmp_path: Path) -> None:
 def test_a_group_without_a_common_part_of_the_axis_is_named(seeds: list[Path], tmp_path: Path) -> None:
     late = [make_step(step, wall_s=float(step)) for step in range(20, 24)]
     groups = read(*seeds[3:], *seeds[:2], write_run(tmp_path, late, name="late", seed=9), by=["run.seed"])
-    assert [note.partition(",")[0] for note in notes_on(groups, EVERYTHING)][1:3] == [
+    assert [note.partition(",")[0] for note in notes_on(groups, EVERYTHING, by=["run.seed"])][1:3] == [
         "Reward", "Trained samples"
     ]  # fmt: skip
-    assert "by step: no line for max_versions=2, because" in notes_on(groups, EVERYTHING)[1]
+    assert "by step: no line for max_versions=2, because" in notes_on(groups, EVERYTHING, by=["run.seed"])[1]
     assert len(drawn(curves(groups, Axis.STEP))["Reward"]["series"]) == 1
 
 
@@ -493,6 +493,7 @@ def test_runs_that_are_one_group_are_a_warning(seeds: list[Path], monkeypatch: p
     by = ["--by", "run.seed", "--by", "staleness.max_versions"]
     result = runner.invoke(app, ["compare", *by, *map(str, seeds)])
     assert "all 6 runs are one group" in result.stderr
+    assert "one group" not in runner.invoke(app, ["compare", "--by", "run.seed", *map(str, seeds[:3])]).stderr
     assert "differ between groups: none; within groups: run.seed, staleness.max_versions" in result.stdout
 
 
